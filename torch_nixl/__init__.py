@@ -1,0 +1,68 @@
+"""Move PyTorch tensors between processes over NIXL.
+
+Importing this package is cheap and changes nothing: no NIXL, no environment variable, no thread,
+no log line. Names are loaded when they are first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch_nixl.errors import (
+        BackendError,
+        ClosedError,
+        LeaseExpired,
+        MetadataError,
+        PeerLostError,
+        RegistrationError,
+        TorchNixlError,
+        TransferCancelled,
+        TransferError,
+        TransferTimeout,
+    )
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BackendError",
+    "ClosedError",
+    "LeaseExpired",
+    "MetadataError",
+    "PeerLostError",
+    "RegistrationError",
+    "TorchNixlError",
+    "TransferCancelled",
+    "TransferError",
+    "TransferTimeout",
+    "__version__",
+]
+
+# Where each public name lives. `TYPE_CHECKING` above says the same to type checkers.
+_HOMES = {
+    "BackendError": "torch_nixl.errors",
+    "ClosedError": "torch_nixl.errors",
+    "LeaseExpired": "torch_nixl.errors",
+    "MetadataError": "torch_nixl.errors",
+    "PeerLostError": "torch_nixl.errors",
+    "RegistrationError": "torch_nixl.errors",
+    "TorchNixlError": "torch_nixl.errors",
+    "TransferCancelled": "torch_nixl.errors",
+    "TransferError": "torch_nixl.errors",
+    "TransferTimeout": "torch_nixl.errors",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Load a public name, from the module that it lives in, on its first use."""
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value: object = getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

@@ -1,0 +1,1 @@
+"""What `torch_nixl.testing` is made of. Import from there."""

@@ -1,0 +1,87 @@
+"""Tries Cross Memory Attach, the kernel's copy from one process's memory to another's.
+
+Whether it is allowed depends on Yama, capabilities, uids, seccomp filters and container settings;
+trying it between two siblings, which is what two ranks are, settles the question.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import socket
+from functools import partial
+
+from torch_nixl.cli.doctor.children import Json, first_failure, run_together
+from torch_nixl.cli.doctor.report import CmaTrial
+
+_PATTERN = b"torch_nixl doctor: cross memory attach"
+_PR_SET_PTRACER = 0x59616D61
+_PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
+
+
+class _IoVec(ctypes.Structure):
+    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
+
+
+def try_cma(timeout: float) -> CmaTrial:
+    """Let one child read another one's memory.
+
+    Args:
+        timeout: Seconds for everything.
+    """
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        for end in (ours, theirs):
+            end.settimeout(timeout)
+        outcomes = run_together([partial(_read, ours), partial(_be_read, theirs)], timeout)
+    failure = first_failure(outcomes)
+    if failure is not None:
+        return CmaTrial(works=False, error=failure)
+    return CmaTrial.model_validate(outcomes[0].value)
+
+
+def _be_read(reader: socket.socket) -> Json:
+    memory = ctypes.create_string_buffer(_PATTERN, len(_PATTERN))
+    reader.sendall(f"{os.getpid()} {ctypes.addressof(memory)}".encode())
+    reader.recv(1)
+    # Yama's level 1 lets a process read its descendants only, unless the target says otherwise.
+    # UCX says so for its processes; without Yama the call fails and nothing is lost.
+    ctypes.CDLL(None).prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0)
+    reader.sendall(b"!")
+    reader.recv(1)
+    return None
+
+
+def _read(target: socket.socket) -> Json:
+    pid, address = map(int, target.recv(64).split())
+    first = _attempt(pid, address)
+    target.sendall(b"?")
+    target.recv(1)
+    second = first and _attempt(pid, address)
+    target.sendall(b".")
+    if second is None:
+        trial = CmaTrial(works=True, needs_consent=first is not None)
+    else:
+        trial = CmaTrial(works=False, error=second)
+    return trial.model_dump(mode="json")
+
+
+def _attempt(pid: int, address: int) -> str | None:
+    """Return None if the bytes came over, else what went wrong."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(libc, "process_vm_readv"):
+        return "ENOSYS"
+    buffer = ctypes.create_string_buffer(len(_PATTERN))
+    local = _IoVec(ctypes.addressof(buffer), len(_PATTERN))
+    remote = _IoVec(address, len(_PATTERN))
+    call = libc.process_vm_readv
+    call.restype = ctypes.c_ssize_t
+    one, none = ctypes.c_ulong(1), ctypes.c_ulong(0)
+    nbytes = call(pid, ctypes.byref(local), one, ctypes.byref(remote), one, none)
+    if nbytes < 0:
+        number = ctypes.get_errno()
+        return errno.errorcode.get(number, str(number))
+    if buffer.raw != _PATTERN:
+        return f"{nbytes} of {len(_PATTERN)} bytes arrived, or wrong ones"
+    return None

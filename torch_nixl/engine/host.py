@@ -1,0 +1,82 @@
+"""What a connection needs of its own process: who it is, and when it forks or ends."""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import functools
+import hashlib
+import os
+import weakref
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch_nixl.engine.wire import Identity
+
+if TYPE_CHECKING:
+    from torch_nixl.engine.connection import Connection
+
+EXIT_SECONDS = 2.0
+"""How long a forgotten connection may take to end at interpreter exit."""
+
+_open: weakref.WeakSet[Connection] = weakref.WeakSet()
+
+
+def identity() -> Identity:
+    """Which process this is, so that peers on the same host can tell whether it has died."""
+    pid = os.getpid()
+    return Identity(_host(), pid, _start_time(pid) or 0)
+
+
+def is_alive(peer: Identity) -> bool:
+    """Whether a process on this host still runs."""
+    return _start_time(peer.pid) == peer.start_time
+
+
+@functools.cache
+def _host() -> bytes:
+    """16 bytes that differ between machines, boots and pid namespaces."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+    namespace = os.readlink("/proc/self/ns/pid")
+    return hashlib.blake2b(f"{boot}{namespace}".encode(), digest_size=16).digest()
+
+
+def _start_time(pid: int) -> int | None:
+    """When a process began, in clock ticks since boot; None if it's gone or only a zombie."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return None
+    # The command's name, in parentheses, may hold anything; the fields after it are proc(5)'s.
+    state, *fields = stat.rpartition(b")")[2].split()
+    return None if state in (b"Z", b"X") else int(fields[18])
+
+
+def watch(connection: Connection) -> None:
+    """Close a connection at interpreter exit, and disown it in forked children."""
+    _open.add(connection)
+
+
+def unwatch(connection: Connection) -> None:
+    _open.discard(connection)
+
+
+def keep_for_ever(value: object) -> None:
+    """Never let `value` be freed, not even at interpreter exit."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
+
+
+@atexit.register
+def _close_all() -> None:
+    for connection in list(_open):
+        connection.close(EXIT_SECONDS)
+
+
+def _after_fork_in_child() -> None:
+    for connection in list(_open):
+        connection.disown()
+    _open.clear()
+    _host.cache_clear()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -1,0 +1,230 @@
+"""What all operations have in common: an end, those who wait for it, and memory that is held.
+
+An operation ends once, with or without an error: from then on it is `done`. It is `released` when,
+besides, neither side can touch its memory any more. Between the two (after a timeout, a cancel or
+a failure) the operation keeps its memory alive and registered, since NIXL can't abort a transfer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from torch_nixl.engine.registry import RegisteredMemory
+from torch_nixl.errors import TransferTimeout
+
+if TYPE_CHECKING:
+    from torch_nixl.engine.connection import Connection
+    from torch_nixl.engine.remotes import Remote
+
+
+class Alarm:
+    """Wakes one thread, early or in time; ringing twice is ringing once."""
+
+    __slots__ = ("_lock",)
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def sleep(self, seconds: float) -> bool:
+        """Sleep until rung, at most so long; return whether it rang."""
+        return self._lock.acquire(timeout=seconds)
+
+    def ring(self) -> None:
+        with contextlib.suppress(RuntimeError):  # Rung already and not slept on since.
+            self._lock.release()
+
+
+class Operation:
+    """One movement of bytes, or the exposure of memory to one.
+
+    Attributes:
+        name: What it is, for messages.
+        remote: The other side; None while nobody has taken up what is offered.
+        deadline: `time.monotonic()` at which the operation times out; None for never.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_callbacks",
+        "_connection",
+        "_done",
+        "_error",
+        "_memories",
+        "_released",
+        "_waiters",
+        "attended",
+        "deadline",
+        "name",
+        "remote",
+    )
+
+    def __init__(
+        self,
+        connection: Connection,
+        name: str,
+        memories: Sequence[RegisteredMemory],
+        deadline: float | None,
+    ) -> None:
+        self._connection = connection
+        self._memories = tuple(memories)
+        self._done = False
+        self._error: BaseException | None = None
+        self._released = False
+        self._waiters: list[Alarm] = []
+        self._callbacks: list[Callable[[], None]] = []
+        self.attended = 0
+        self.deadline = deadline
+        self.name = name
+        self.remote: Remote | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether the operation has ended, well or not. Never does I/O."""
+        return self._done
+
+    @property
+    def released(self) -> bool:
+        """Whether no one but the caller can touch the operation's memory any more."""
+        return self._released
+
+    @property
+    def error(self) -> BaseException | None:
+        """What the operation ended with; None while it runs and when it ended well."""
+        return self._error
+
+    @property
+    def memories(self) -> tuple[RegisteredMemory, ...]:
+        """This side's memory; empty once released."""
+        return self._memories
+
+    @property
+    def watched(self) -> bool:
+        """Whether somebody waits for the end who doesn't poll."""
+        return bool(self._callbacks)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of this side's memory."""
+        return sum(held.memory.nbytes for held in self._memories)
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Block until the operation has ended.
+
+        Args:
+            timeout: Seconds; the operation itself ends with `TransferTimeout` when they have
+                passed. None waits until the operation's own deadline.
+
+        Raises:
+            TransferTimeout: Time is up. The memory stays owned: see `wait_released`.
+            TransferCancelled: This side or the other cancelled.
+            LeaseExpired: The offer had lapsed before it was taken up.
+            PeerLostError: The other side died or left.
+            TransferError: The transfer failed, here or on the other side.
+            ClosedError: The connection was closed meanwhile.
+        """
+        if not self._done:
+            deadline = self.deadline
+            if timeout is not None:
+                until = time.monotonic() + timeout
+                deadline = until if deadline is None else min(until, deadline)
+            if not self._connection.progress.wait(self, deadline):
+                self.expire()
+        if self._error is not None:
+            raise self._error
+
+    def wait_released(self, timeout: float | None = None) -> bool:
+        """Block until the memory is the caller's alone; return False if it isn't by then.
+
+        Args:
+            timeout: Seconds; None waits as long as it takes, which a stopped peer can make long.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        return self._connection.progress.wait_until(lambda: self._released, deadline)
+
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        """Call `callback` once the operation has ended, in the thread that noticed.
+
+        It is called at once if the operation has ended already, and always outside of all locks.
+        """
+        with self._connection.lock:
+            if not self._done:
+                self._callbacks.append(callback)
+                self._connection.progress.kick()
+                return
+        callback()
+
+    def cancel(self) -> None:
+        """Ask the operation to end. Bytes may still move until it is `released`."""
+        raise NotImplementedError
+
+    def expire(self) -> None:
+        """End the operation because its time is up."""
+        raise NotImplementedError
+
+    def attend(self) -> bool:
+        """Do what this operation needs done now; return whether anything was."""
+        return False
+
+    def abort(self, error: BaseException) -> None:
+        """End at once: the agent is gone, and so is every transfer that it had posted."""
+        self._finish(error)
+        self._release()
+
+    def on_lost(self, error: BaseException) -> None:
+        """Take note that the remote is gone."""
+        raise NotImplementedError
+
+    def _timeout_error(self, why: str) -> TransferTimeout:
+        return TransferTimeout(f"{self}: timed out {why}")
+
+    def _finish(self, error: BaseException | None) -> bool:
+        """End with or without an error; only the first call counts."""
+        with self._connection.lock:
+            if self._done:
+                return False
+            self._error = error
+            self._done = True
+            waiters, self._waiters = self._waiters, []
+            callbacks, self._callbacks = self._callbacks, []
+        for waiter in waiters:
+            waiter.ring()
+        self._connection.progress.call_later(callbacks)
+        self._connection.count_end(self, error)
+        return True
+
+    def _release(self) -> None:
+        """Give the memory back; only the first call counts."""
+        with self._connection.lock:
+            if self._released:
+                return
+            self._released = True
+            memories, self._memories = self._memories, ()
+        for held in memories:
+            self._connection.registry.release(held)
+        self._connection.forget(self)
+
+    def add_waiter(self, waiter: Alarm) -> bool:
+        """Have `waiter` released at the end; False if the operation has ended already."""
+        with self._connection.lock:
+            if self._done:
+                return False
+            self._waiters.append(waiter)
+            return True
+
+    def remove_waiter(self, waiter: Alarm) -> None:
+        with self._connection.lock:
+            if waiter in self._waiters:
+                self._waiters.remove(waiter)
+
+    def __str__(self) -> str:
+        peer = f" with {self.remote.name}" if self.remote is not None else ""
+        return f"{self.name}{peer}"
+
+    def __repr__(self) -> str:
+        state = "released" if self._released else "done" if self._done else "running"
+        return f"<{type(self).__name__} {self} {state} error={self._error!r}>"

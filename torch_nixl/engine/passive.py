@@ -1,0 +1,189 @@
+"""The owner's side of a grant: memory exposed to one peer that may read or write it."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from torch_nixl.engine import wire
+from torch_nixl.engine.adapter import Direction
+from torch_nixl.engine.grants import Claimant, Grant, GrantState
+from torch_nixl.engine.offer import Offer, OfferedMemory
+from torch_nixl.engine.operation import Operation
+from torch_nixl.engine.registry import RegisteredMemory
+from torch_nixl.errors import (
+    LeaseExpired,
+    TransferCancelled,
+    TransferError,
+    TransferTimeout,
+)
+
+FOREIGN_SECONDS = 30.0
+"""How long memory is kept that was withdrawn while a foreign peer may have had its metadata.
+
+Such a peer neither asks nor can be told; over TCP, an access to memory that is no longer mapped
+would kill this process.
+"""
+
+if TYPE_CHECKING:
+    from torch_nixl.engine.connection import Connection
+    from torch_nixl.engine.remotes import Remote
+
+
+class PassiveOperation(Operation):
+    """Exposes memory until one peer has read or written it.
+
+    Attributes:
+        direction: What the peer may do.
+        key: 16 random bytes; whoever has them, and the offer, can claim it once.
+        foreign_key: The message by which a foreign peer says that it is done; empty for none.
+        grant: Where the operation stands: see `grants`.
+    """
+
+    __slots__ = ("_quarantined_until", "direction", "foreign_key", "grant", "key")
+
+    def __init__(
+        self,
+        connection: Connection,
+        direction: Direction,
+        memories: Sequence[RegisteredMemory],
+        *,
+        deadline: float | None,
+    ) -> None:
+        super().__init__(connection, f"exposed for {direction.value}", memories, deadline)
+        self.direction = direction
+        self.key = os.urandom(16)
+        self.foreign_key = b""
+        self._quarantined_until: float | None = None
+        self.grant = Grant()
+
+    def offer(self) -> Offer:
+        """What a peer needs to claim this operation.
+
+        Raises:
+            TransferError: The operation has ended.
+        """
+        memories = self._memories
+        if self._released or self._done:
+            raise TransferError(f"{self}: has ended and offers nothing any more")
+        return Offer(
+            owner=self._connection.name,
+            key=self.key,
+            direction=self.direction,
+            memories=tuple(
+                OfferedMemory(held.memory.kind, held.spans, held.memory.nbytes) for held in memories
+            ),
+            metadata=self._connection.metadata(memories),
+        )
+
+    @property
+    def touchable(self) -> bool:
+        """Whether a peer may still touch the memory."""
+        return (
+            self.grant.state in (GrantState.GRANTED, GrantState.REVOKING)
+            and self.remote is not None
+            and not self._connection.is_gone(self.remote)
+        )
+
+    def cancel(self) -> None:
+        self._withdraw(wire.Reason.REVOKED, TransferCancelled(f"{self}: cancelled by its owner"))
+
+    def expire(self) -> None:
+        offered = self.grant.state is GrantState.OFFERED
+        error: TransferTimeout | LeaseExpired
+        if offered:
+            error = self._timeout_error("before any peer took it up")
+        else:
+            error = self._timeout_error("before the peer was done; the memory stays owned")
+        self._withdraw(wire.Reason.EXPIRED, error)
+
+    def on_claim(self, remote: Remote, frame: wire.Claim) -> None:
+        """Grant or refuse. Runs in the driver."""
+        reason: wire.Reason | None
+        with self._connection.lock:
+            nbytes = self.nbytes
+            if frame.direction is not self.direction:
+                reason = wire.Reason.WRONG_DIRECTION
+            elif self.grant.state is GrantState.OFFERED and (
+                frame.nbytes != nbytes or frame.num_memories != len(self._memories)
+            ):
+                reason = wire.Reason.WRONG_SIZE
+            else:
+                reason = self.grant.claim(Claimant(remote.name, frame.claim))
+            if reason is None:
+                self.remote = remote
+        if reason is None:
+            self._connection.send(remote, wire.Granted(self.key, frame.claim))
+        else:
+            self._connection.send(remote, wire.Refuse(self.key, frame.claim, reason, str(self)))
+
+    def on_done(self, remote: Remote, frame: wire.Done) -> None:
+        """The claimant won't touch the memory any more. Runs in the driver."""
+        with self._connection.lock:
+            if not self.grant.done(Claimant(remote.name, frame.claim)):
+                return
+        match frame.outcome:
+            case wire.Outcome.COMPLETE:
+                self._finish(None)
+            case wire.Outcome.CANCELLED:
+                self._finish(TransferCancelled(f"{self}: cancelled by the peer: {frame.text}"))
+            case wire.Outcome.TIMED_OUT:
+                self._finish(TransferTimeout(f"{self}: the peer's time was up: {frame.text}"))
+            case _:
+                self._finish(TransferError(f"{self}: failed on the peer: {frame.text}"))
+        self._release()
+
+    def on_key(self, sender: str) -> None:
+        """A foreign peer, which asked nobody, says that it is done. Runs in the driver."""
+        claimant = Claimant(sender, 0)
+        with self._connection.lock:
+            if self.grant.claim(claimant) is None:
+                self.grant.done(claimant)
+            elif self._quarantined_until is None:
+                return  # A peer that asks was granted it; this message means nothing.
+        self._finish(None)
+        self._release()
+
+    def on_lost(self, error: BaseException) -> None:
+        """Fail; give the memory back only if the peer can't touch it any more."""
+        if self._finish(error):
+            with self._connection.lock:
+                self.grant.revoke(wire.Reason.FAILED)
+        self.check_quarantine()
+
+    def check_quarantine(self) -> None:
+        """Release memory that is still held though the operation has ended, once that is safe.
+
+        A lost peer must be certain not to touch it any more; a foreign peer, which asks nobody,
+        has to be given time.
+        """
+        if self._quarantined_until is not None:
+            if time.monotonic() >= self._quarantined_until:
+                self._release()
+            return
+        remote = self.remote
+        if remote is None or not self._connection.is_gone(remote):
+            return
+        with self._connection.lock:
+            if self.grant.state is GrantState.RELEASED:
+                return
+            self.grant.lost()
+        self._release()
+
+    def _withdraw(self, reason: wire.Reason, error: BaseException) -> None:
+        with self._connection.lock:
+            if self._done:
+                return
+            claimant = self.grant.revoke(reason)
+            released = self.grant.state is GrantState.RELEASED
+        self._finish(error)
+        if released and self.foreign_key:
+            self._quarantined_until = time.monotonic() + FOREIGN_SECONDS
+        elif released:
+            self._release()
+        elif claimant is not None and self.remote is not None:
+            self._connection.send(
+                self.remote, wire.Revoke(self.key, claimant.claim, reason, str(error))
+            )

@@ -1,0 +1,287 @@
+"""Who makes a connection move, and when.
+
+Nothing happens in the library unless somebody polls it. A thread that waits polls inline, which
+has the lowest latency; one background thread per connection polls for the rest, as often as what
+is outstanding asks for, and not at all when nothing is.
+
+[Note: who polls]
+Several threads may wait. Each newcomer polls for `HOT_SECONDS`; then one of them, the leader,
+goes on polling with growing sleeps of at most `WAIT_SECONDS`, and the others sleep on locks of
+their own, released by whoever ends their operation. A leader that leaves wakes one of them to take
+over. One poll happens at a time (`_driving`), so frames are handled in the order they arrive.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from torch_nixl.engine.operation import Alarm, Operation
+
+log = logging.getLogger("torch_nixl.progress")
+
+HOT_SECONDS = 0.002
+"""How long a waiter polls without sleeping: most answers come within this."""
+
+ALERT_SECONDS = 0.050
+"""How long the background thread goes on polling every WAIT_SECONDS after something happened."""
+
+WAIT_SECONDS = 0.001
+"""Longest sleep between two polls while someone waits: 3 % of a core, 0.5 ms of latency."""
+
+EXPOSED_SECONDS = 0.005
+"""Sleep between two polls while memory is exposed but nobody waits."""
+
+IDLE_SECONDS = 0.010
+"""Sleep between two polls while remotes are known but nothing is outstanding."""
+
+TICK_SECONDS = 0.020
+"""Interval between two looks at deadlines and silent remotes."""
+
+
+class Driven(Protocol):
+    """What the driver drives: a Connection."""
+
+    def poll(self) -> bool:
+        """Take in what has arrived; return whether anything had."""
+        ...
+
+    def advance(self) -> bool:
+        """Advance operations that no thread attends; return whether anything moved."""
+        ...
+
+    def tick(self, now: float) -> None:
+        """Look at deadlines and silent remotes."""
+        ...
+
+    def poll_interval(self) -> float | None:
+        """Longest sleep that what is outstanding allows; None for as long as you like."""
+        ...
+
+    def crash(self, error: BaseException) -> None:
+        """The background thread met a bug: fail everything rather than hang."""
+        ...
+
+
+class Progress:
+    """The driver of one connection."""
+
+    def __init__(self, driven: Driven, name: str) -> None:
+        self._driven = driven
+        self._driving = threading.Lock()
+        self._leading = threading.Lock()
+        self._followers: deque[Alarm] = deque()
+        self._later: deque[Callable[[], None]] = deque()
+        self._next_tick = 0.0
+        self._num_waiting = 0
+        self._wake = threading.Event()
+        self._stopping = False
+        self._resting = False
+        self._name = name
+        self._thread: threading.Thread | None = None
+        self._start_lock = threading.Lock()
+
+    def step(self) -> bool:
+        """Poll once; return whether anything happened. Returns at once if another thread polls."""
+        if not self._driving.acquire(blocking=False):
+            return False
+        try:
+            moved = self._driven.poll()
+            now = time.monotonic()
+            if now >= self._next_tick:
+                self._next_tick = now + TICK_SECONDS
+                self._driven.tick(now)
+        finally:
+            self._driving.release()
+        if self._later:
+            self._call_now()
+        return moved
+
+    def sweep(self) -> None:
+        """Take in all that has arrived by now, even if another thread is polling."""
+        with self._driving:
+            self._driven.poll()
+
+    def wait(self, operation: Operation, deadline: float | None) -> bool:
+        """Drive until `operation` has ended; return False if the deadline comes first."""
+        operation.attended += 1
+        try:
+            return self._wait(lambda: operation.done, deadline, operation)
+        finally:
+            operation.attended -= 1
+
+    def wait_until(self, condition: Callable[[], bool], deadline: float | None) -> bool:
+        """Drive until a condition holds; return False if the deadline comes first."""
+        return self._wait(condition, deadline, None)
+
+    def _wait(
+        self, condition: Callable[[], bool], deadline: float | None, operation: Operation | None
+    ) -> bool:
+        self._num_waiting += 1
+        try:
+            hot_until = time.monotonic() + HOT_SECONDS
+            while not condition():
+                moved = operation.attend() if operation is not None else False
+                moved |= self.step()
+                if condition():
+                    return True
+                now = time.monotonic()
+                if deadline is not None and now >= deadline:
+                    return False
+                if moved:
+                    hot_until = now + HOT_SECONDS
+                elif now < hot_until:
+                    os.sched_yield()
+                elif not self._lead(condition, deadline, operation):
+                    return False
+                else:
+                    hot_until = time.monotonic() + HOT_SECONDS
+            return True
+        finally:
+            self._num_waiting -= 1
+
+    def _lead(
+        self, condition: Callable[[], bool], deadline: float | None, operation: Operation | None
+    ) -> bool:
+        """Wait on, as leader or follower; return False at the deadline, True to look again."""
+        if operation is None:
+            return self._poll_slowly(condition, deadline, None, Alarm())
+        alarm = Alarm()
+        if not operation.add_waiter(alarm):
+            return True
+        try:
+            if self._leading.acquire(blocking=False):
+                try:
+                    return self._poll_slowly(condition, deadline, operation, alarm)
+                finally:
+                    self._leading.release()
+                    self._promote()
+            self._followers.append(alarm)
+            if not self._leading.locked():
+                self._promote()
+            alarm.sleep(_remaining(deadline, 0.1))
+            with contextlib.suppress(ValueError):
+                self._followers.remove(alarm)
+            operation.attend()
+            return condition() or not _passed(deadline)
+        finally:
+            operation.remove_waiter(alarm)
+
+    def _poll_slowly(
+        self,
+        condition: Callable[[], bool],
+        deadline: float | None,
+        operation: Operation | None,
+        alarm: Alarm,
+    ) -> bool:
+        pause = WAIT_SECONDS / 16
+        while not condition():
+            alarm.sleep(_remaining(deadline, pause))
+            moved = operation.attend() if operation is not None else False
+            if self.step() or moved:
+                return True
+            if _passed(deadline):
+                return condition()
+            pause = min(pause * 1.25, WAIT_SECONDS)
+        return True
+
+    def _promote(self) -> None:
+        """Wake a follower to become the leader."""
+        with contextlib.suppress(IndexError):
+            self._followers.popleft().ring()
+
+    def call_later(self, callbacks: Iterable[Callable[[], None]]) -> None:
+        """Have callbacks called soon, outside of all locks."""
+        self._later.extend(callbacks)
+        if self._later:
+            self.kick()
+
+    def _call_now(self) -> None:
+        while self._later:
+            try:
+                callback = self._later.popleft()
+            except IndexError:
+                return
+            try:
+                callback()
+            except Exception:
+                log.exception("a completion callback raised")
+
+    def kick(self) -> None:
+        """Something is outstanding that nobody may be waiting for: look at it soon."""
+        if self._thread is None and not self._stopping:
+            with self._start_lock:
+                if self._thread is None and not self._stopping:
+                    # A daemon, since a forgotten connection must not keep the process alive.
+                    # It is stopped and joined before the interpreter ends (connection.py):
+                    # a thread inside NIXL at that moment aborts the process.
+                    self._thread = threading.Thread(
+                        target=self._run, name=f"torch_nixl-{self._name}", daemon=True
+                    )
+                    self._thread.start()
+        if self._resting:
+            self._wake.set()
+
+    def stop(self) -> None:
+        """End the background thread and wait for it."""
+        self._stopping = True
+        self._wake.set()
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+        self._call_now()
+
+    def _run(self) -> None:
+        try:
+            self._loop()
+        except BaseException as error:
+            log.exception("progress thread failed")
+            self._driven.crash(error)
+
+    def _loop(self) -> None:
+        # [Note: kicks] Waking a thread costs more than a small transfer, and whoever starts one
+        # mostly waits for it, too. So for a while after anything happened this thread looks again
+        # every WAIT_SECONDS by itself, and only a thread that rests for longer is woken.
+        alert_until = 0.0
+        pause = 0.0
+        while not self._stopping:
+            self._wake.clear()
+            moved = self._driven.advance()
+            # Threads that wait poll by themselves, and faster.
+            if self._num_waiting == 0:
+                moved |= self.step()
+            elif self._later:
+                self._call_now()
+            now = time.monotonic()
+            if moved:
+                alert_until = now + ALERT_SECONDS
+                pause = WAIT_SECONDS / 16
+                os.sched_yield()
+                continue
+            longest = WAIT_SECONDS if now < alert_until else self._driven.poll_interval()
+            pause = min(max(pause * 1.25, WAIT_SECONDS / 16), longest or WAIT_SECONDS)
+            self._resting = pause > WAIT_SECONDS or longest is None
+            # What was started before this thread said that it rests did not wake it.
+            if self._resting and self._driven.poll_interval() != longest:
+                self._resting = False
+                continue
+            if self._wake.wait(None if longest is None else pause):
+                alert_until = time.monotonic() + ALERT_SECONDS
+                pause = 0.0
+            self._resting = False
+
+
+def _remaining(deadline: float | None, longest: float) -> float:
+    if deadline is None:
+        return longest
+    return max(0.0, min(longest, deadline - time.monotonic()))
+
+
+def _passed(deadline: float | None) -> bool:
+    return deadline is not None and time.monotonic() >= deadline

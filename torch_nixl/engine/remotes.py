@@ -1,0 +1,129 @@
+"""The far ends of a connection: what is known of each, and whether it is still there."""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from torch_nixl.engine.adapter import MemoryKind
+from torch_nixl.engine.blob import BlobInfo
+
+if TYPE_CHECKING:
+    from torch_nixl.engine.wire import Identity
+
+MAX_KNOWN_REGIONS = 1 << 16
+"""Regions of one remote after which it is forgotten and learned anew once nothing is under way."""
+
+
+class Contact(enum.Enum):
+    """How far the two sides have come."""
+
+    GREETING = enum.auto()  # we sent HELLO and wait for the answer
+    READY = enum.auto()  # both sides can send
+    FOREIGN = enum.auto()  # speaks no frames of ours (dynamo): only transfers and keys
+    LOST = enum.auto()  # died, left, or can't be reached
+
+
+class Remote:
+    """One far end.
+
+    Attributes:
+        name: The agent's name, unique to its incarnation.
+        contact: See `Contact`.
+        connection_blob: What NIXL needs to reach it, to learn it anew.
+        identity: Which process it is; None until it has said so.
+        nonce: What we asked it to echo.
+        heard_at: `time.monotonic()` of its last frame.
+        closed: It said that it leaves and won't touch our memory any more.
+        flight: Number of our operations that may have transfers to it under way.
+    """
+
+    __slots__ = (
+        "_known",
+        "closed",
+        "connection_blob",
+        "contact",
+        "flight",
+        "heard_at",
+        "identity",
+        "lost_error",
+        "name",
+        "nonce",
+        "num_known",
+        "ping_after",
+        "pinged_at",
+    )
+
+    def __init__(self, name: str, contact: Contact, connection_blob: bytes) -> None:
+        self.name = name
+        self.contact = contact
+        self.connection_blob = connection_blob
+        self.identity: Identity | None = None
+        self.nonce = b""
+        self.heard_at = time.monotonic()
+        self.pinged_at = 0.0
+        self.ping_after = 0.0
+        self.closed = False
+        self.flight = 0
+        self.lost_error: BaseException | None = None
+        self.num_known = 0
+        self._known: dict[tuple[MemoryKind, int], list[tuple[int, int]]] = {}
+
+    def knows(self, info: BlobInfo) -> bool:
+        """Whether all regions of a blob have been learned."""
+        return all(region in self._known.get(key, ()) for key, region in _regions(info))
+
+    def has_room(self, info: BlobInfo) -> bool:
+        """Whether a blob's regions can be learned beside the known ones.
+
+        False if one would nest in a known region of the same device id, or overlap it: the
+        library would then no longer find what lies in one of the two. See [Note: device ids].
+        """
+        if self.num_known >= MAX_KNOWN_REGIONS:
+            return False
+        for key, region in _regions(info):
+            known = self._known.get(key, ())
+            if region not in known and any(_touch(region, other) for other in known):
+                return False
+        return True
+
+    def learn(self, info: BlobInfo) -> None:
+        """Note that the library was given a blob."""
+        for key, region in _regions(info):
+            regions = self._known.setdefault(key, [])
+            if region not in regions:
+                regions.append(region)
+                self.num_known += 1
+
+    def some_address(self) -> int:
+        """Where some host memory of it lies, or lay; 0 if none is known."""
+        for (kind, _), regions in self._known.items():
+            if kind is MemoryKind.DRAM:
+                return regions[0][0]
+        return 0
+
+    def forget_regions(self) -> None:
+        """Note that the library has forgotten this remote."""
+        self._known.clear()
+        self.num_known = 0
+
+    def hear(self, now: float) -> None:
+        """Note a frame from it."""
+        self.heard_at = now
+        self.pinged_at = 0.0
+        self.ping_after = 0.0
+
+    def __repr__(self) -> str:
+        return f"<Remote {self.name} {self.contact.name} regions={self.num_known}>"
+
+
+def _regions(info: BlobInfo) -> Iterator[tuple[tuple[MemoryKind, int], tuple[int, int]]]:
+    for section in info.sections:
+        for address, nbytes, device_id in section.regions.tolist():
+            yield (section.kind, device_id), (address, nbytes)
+
+
+def _touch(one: tuple[int, int], other: tuple[int, int]) -> bool:
+    return one[0] < other[0] + other[1] and other[0] < one[0] + one[1]

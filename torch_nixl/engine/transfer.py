@@ -1,0 +1,230 @@
+"""Moving bytes: cut into pieces, posted a few at a time, owned until the last one is final."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from torch_nixl.engine import spans
+from torch_nixl.engine.adapter import Direction, MemoryKind, Spans, Transfer
+from torch_nixl.engine.operation import Operation
+from torch_nixl.engine.registry import RegisteredMemory
+from torch_nixl.errors import PeerLostError, TorchNixlError, TransferCancelled, TransferError
+
+if TYPE_CHECKING:
+    from torch_nixl.engine.connection import Connection
+    from torch_nixl.engine.offer import OfferedMemory
+    from torch_nixl.engine.remotes import Remote
+
+PIECE_BYTES = 4 << 20
+"""Most bytes in one post. Over CMA the post copies before it returns, and the agent can't be polled
+meanwhile: 4 MiB take about 0.4 ms."""
+
+PIECE_SPANS = 4096
+"""Most spans in one post, for the same reason: about 5 us each when they are scattered."""
+
+WINDOW = 16
+"""Most pieces under way. TCP needs several to keep its socket buffers full."""
+
+BURST = 4
+"""Most pieces posted before others get their turn at the agent."""
+
+Piece = tuple[MemoryKind, Spans, MemoryKind, Spans]
+
+
+class TransferOperation(Operation):
+    """Moves bytes between registered memory and a remote's.
+
+    Attributes:
+        counted: Whether it is counted in its remote's `flight`.
+        moved_nbytes: Bytes of the pieces that are final.
+
+    It may start at once: whoever makes one has been granted access by the remote, by this
+    module's rules (`active.ActiveOperation`) or by those of a protocol above.
+    """
+
+    __slots__ = (
+        "_attending",
+        "_direction",
+        "_flight",
+        "_message",
+        "_pieces",
+        "_stopping",
+        "counted",
+        "moved_nbytes",
+    )
+
+    def __init__(
+        self,
+        connection: Connection,
+        remote: Remote,
+        direction: Direction,
+        local: Sequence[RegisteredMemory],
+        remote_memories: Sequence[OfferedMemory],
+        *,
+        message: bytes = b"",
+        name: str = "",
+        deadline: float | None = None,
+    ) -> None:
+        super().__init__(connection, name or direction.value, local, deadline)
+        self.remote = remote
+        self._direction = direction
+        self._pieces: Iterator[Piece] | None = plan(local, remote_memories)
+        self._flight: deque[tuple[Transfer, int]] = deque()
+        self._message = message
+        self._stopping = False
+        self._attending = threading.Lock()
+        self.counted = False
+        self.moved_nbytes = 0
+
+    def attend(self) -> bool:
+        if self._released or not self._attending.acquire(blocking=False):
+            return False
+        try:
+            return self._advance()
+        finally:
+            self._attending.release()
+
+    def _advance(self) -> bool:
+        """Poll what is under way and post what fits. Holds `_attending`."""
+        adapter = self._connection.adapter
+        flight = self._flight
+        moved = False
+        try:
+            # In order of posting: they complete in that order but for rare exceptions.
+            while flight and adapter.poll(flight[0][0]):
+                transfer, nbytes = flight.popleft()
+                adapter.release(transfer)
+                self.moved_nbytes += nbytes
+                moved = True
+            posted = 0
+            while self._pieces is not None and len(flight) < WINDOW and posted < BURST:
+                if self._stopping:
+                    self._pieces = None
+                    break
+                piece = next(self._pieces, None)
+                if piece is None:
+                    self._pieces = None
+                    break
+                assert self.remote is not None
+                kind, local, remote_kind, remote_spans = piece
+                transfer = adapter.prepare(
+                    self._direction, kind, local, remote_kind, remote_spans, self.remote.name
+                )
+                posted += 1
+                moved = True
+                nbytes = spans.total(local)
+                flight.append((transfer, nbytes))
+                if adapter.post(transfer):
+                    flight.pop()
+                    adapter.release(transfer)
+                    self.moved_nbytes += nbytes
+        except TorchNixlError as error:
+            self._break(error)
+            return True
+        if self._pieces is None and not flight:
+            self._settle()
+            return True
+        return moved
+
+    def _break(self, error: TorchNixlError) -> None:
+        """A piece failed. The others are still to become final."""
+        self._pieces = None
+        broken, self._flight = self._flight, deque()
+        adapter = self._connection.adapter
+        for transfer, nbytes in broken:
+            try:
+                if not adapter.poll(transfer):
+                    self._flight.append((transfer, nbytes))
+                    continue
+            except TorchNixlError:
+                pass  # It is final, which is all that matters: the first error is reported.
+            adapter.release(transfer)
+        self._stopping = True
+        if isinstance(error, PeerLostError) and self.remote is not None:
+            self._connection.lose(self.remote, error)
+        self._finish(error)
+        if not self._flight:
+            self._settle()
+
+    def _settle(self) -> None:
+        """All pieces are final: nothing that this side started can touch memory any more."""
+        if not self._done:
+            error: TorchNixlError | None = None
+            if self._message:
+                assert self.remote is not None
+                try:
+                    self._connection.adapter.notify(self.remote.name, self._message)
+                except PeerLostError as lost:
+                    error = lost
+                    self._connection.lose(self.remote, lost)
+            self._finish(error)
+        self._release()
+
+    def _stop(self, error: BaseException) -> None:
+        """End now; what is under way stays owned until it is final."""
+        self._stopping = True
+        if self._finish(error):
+            self._connection.progress.kick()
+        self.attend()
+
+    def cancel(self) -> None:
+        self._stop(TransferCancelled(f"{self}: cancelled"))
+
+    def expire(self) -> None:
+        self._stop(self._timeout_error(f"with {len(self._flight)} pieces under way"))
+
+    def on_lost(self, error: BaseException) -> None:
+        self._stop(error)
+
+    def abort(self, error: BaseException) -> None:
+        self._pieces = None
+        self._stopping = True
+        super().abort(error)
+
+
+def plan(local: Sequence[RegisteredMemory], remote: Sequence[OfferedMemory]) -> Iterator[Piece]:
+    """Pair local memories with a remote's and cut them into pieces.
+
+    Neighbouring memories of the same kinds share pieces, so that a tree of small tensors costs
+    few posts.
+
+    Raises:
+        TransferError: The two sides differ in number or size. Checked before the first piece.
+    """
+    if len(local) == len(remote) == 1:
+        nbytes = local[0].memory.nbytes
+        if nbytes == remote[0].nbytes <= PIECE_BYTES and len(remote[0].spans) == 1:
+            ours = local[0].spans
+            if len(ours) == 1:
+                return iter(((local[0].memory.kind, ours, remote[0].kind, remote[0].spans),))
+    if len(local) != len(remote) or any(
+        mine.memory.nbytes != theirs.nbytes for mine, theirs in zip(local, remote, strict=True)
+    ):
+        raise TransferError(
+            f"local memory of {[held.memory.nbytes for held in local]} bytes does not match "
+            f"remote memory of {[theirs.nbytes for theirs in remote]} bytes"
+        )
+    return _pieces(local, remote)
+
+
+def _pieces(local: Sequence[RegisteredMemory], remote: Sequence[OfferedMemory]) -> Iterator[Piece]:
+    start = 0
+    count = len(local)
+    while start < count:
+        kind, remote_kind = local[start].memory.kind, remote[start].kind
+        stop = start + 1
+        while stop < count and local[stop].memory.kind is kind and remote[stop].kind is remote_kind:
+            stop += 1
+        ours: Spans = np.concatenate([held.spans for held in local[start:stop]])
+        theirs: Spans = np.concatenate([memory.spans for memory in remote[start:stop]])
+        start = stop
+        ours, theirs = spans.pair(ours, theirs)
+        for our_piece, their_piece in spans.pieces(
+            ours, theirs, max_bytes=PIECE_BYTES, max_spans=PIECE_SPANS
+        ):
+            yield kind, our_piece, remote_kind, their_piece
