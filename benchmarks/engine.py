@@ -109,7 +109,7 @@ class OurAgent:
         inspect = self.connection.adapter.inspect
         offer = Offer.unpack(theirs, key=None, parse_metadata=inspect)
         self.remote = self.connection.contact(offer.owner, offer.metadata[0])
-        assert self.connection.learn(
+        assert self.connection.contacts.learn(
             self.remote, offer.metadata, [inspect(blob) for blob in offer.metadata]
         )
         spans = offer.memories[0].spans
@@ -133,8 +133,12 @@ class OurAgent:
         connection.transfer(operation)
         operation.wait()
 
+    def message(self) -> bytes:
+        assert self.remote is not None
+        return self.connection.codec.pack_raw(TEST_FRAME, b"", to=self.remote.name)
+
     def write_with_message(self) -> None:
-        self.move(Direction.WRITE, SMALL, self.connection.codec.pack_raw(TEST_FRAME, b""))
+        self.move(Direction.WRITE, SMALL, self.message())
 
     def wait_message(self) -> None:
         self.num_awaited += 1
@@ -310,7 +314,7 @@ def late_answer(side: Side, ours: OurAgent) -> None:
             assert ours.remote is not None
             time.sleep(0.2)
             stamp = time.monotonic()
-            ours.connection.send_raw(ours.remote, ours.connection.codec.pack_raw(TEST_FRAME, b""))
+            ours.connection.contacts.send_raw(ours.remote, ours.message())
             side.pipe.send(stamp)
         else:
             ours.wait_message()

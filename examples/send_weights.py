@@ -34,11 +34,9 @@ def send(connection: Connection, store: dist.Store) -> None:
     """Expose the weights until rank 1 has read them."""
     weights = load_weights()
     exposed = connection.expose(Direction.READ, [tensor_memory(t) for t in weights.values()])
-    manifest = [
-        (name, list(tensor.shape), checksum(tensor)) for name, tensor in weights.items()
-    ]
+    manifest = [(name, list(tensor.shape), checksum(tensor)) for name, tensor in weights.items()]
     store.set("manifest", json.dumps(manifest))
-    store.set("offer", exposed.offer().pack(key=connection.metadata_key))
+    store.set("offer", exposed.offer().pack(key=connection.metadata_key).hex())
     exposed.wait()
 
 
@@ -47,7 +45,9 @@ def receive(connection: Connection, store: dist.Store) -> None:
     manifest = json.loads(store.get("manifest"))
     weights = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape, _ in manifest}
     offer = Offer.unpack(
-        store.get("offer"), key=connection.metadata_key, parse_metadata=connection.adapter.inspect
+        bytes.fromhex(store.get("offer").decode()),
+        key=connection.metadata_key,
+        parse_metadata=connection.adapter.inspect,
     )
     nbytes = sum(memory.nbytes for memory in offer.memories)
 

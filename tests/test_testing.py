@@ -6,6 +6,7 @@ import os
 import pickle
 import signal
 import sys
+import tempfile
 import time
 import types
 from pathlib import Path
@@ -195,6 +196,8 @@ def start_a_pool_and_die(rank: Rank) -> int:
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
+        # A killed pool leaves its directory: let it lie where this run's is removed.
+        tempfile.tempdir = str(rank.directory)
         pool = RankPool(1)
         (pid,) = pool.run(own_pid)
         os.write(writing, str(pid).encode())

@@ -26,3 +26,15 @@ def test_loopback_tcp(check: Check) -> None:
 def test_nixl(check: Check) -> None:
     with nixl_harness() as harness:
         check.run(harness)
+
+
+@pytest.mark.parametrize(
+    "check",
+    [check for check in conformance_checks() if not check.needs_peer],
+    ids=lambda check: check.name,
+)
+@pytest.mark.timeout(60)
+def test_nixl_over_tcp(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    with nixl_harness() as harness:
+        check.run(harness)

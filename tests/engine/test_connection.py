@@ -166,7 +166,7 @@ def test_sizes_that_differ_are_refused_before_anything_moves(
     owner, reader = pair
     offer = owner.expose(READ, [tensor_memory(torch.ones(10))]).offer()
     before = reader.statistics().outstanding
-    with pytest.raises(TransferError, match="40.*44|44.*40"):
+    with pytest.raises(TransferError, match=r"44.*40"):
         reader.claim(offer, [tensor_memory(torch.zeros(11))])
     with pytest.raises(TransferError):
         reader.claim(offer, [tensor_memory(torch.zeros(5)), tensor_memory(torch.zeros(5))])
@@ -242,10 +242,8 @@ def test_a_thousand_operations_in_flight_all_end(pair: tuple[Connection, Connect
         reader.claim(one.offer(), [tensor_memory(row)])
         for one, row in zip(exposed, targets, strict=True)
     ]
-    for one in active:
-        one.wait(20)
-    for one in exposed:
-        one.wait(20)
+    for operation in [*active, *exposed]:
+        operation.wait(20)
     assert torch.equal(sources, targets)
     assert owner.statistics().outstanding == reader.statistics().outstanding == 0
     assert reader.statistics().live_registrations == 1
@@ -344,7 +342,7 @@ def test_garbage_from_a_peer_is_counted_and_hurts_nobody(
     offer = exposed.offer()
     remote = reader.contact(offer.owner, offer.metadata[0])
     for garbage in (b"", b"x", b"TN" + bytes(60), bytes(range(256)) * 9):
-        reader.send_raw(remote, garbage)
+        reader.contacts.send_raw(remote, garbage)
     target = torch.zeros(4)
     reader.claim(offer, [tensor_memory(target)]).wait(10)
     exposed.wait(10)
@@ -364,9 +362,4 @@ def test_statistics_count_what_happened(pair: tuple[Connection, Connection]) -> 
     assert figures.nbytes == 12000
     assert figures.registrations == 1
     assert figures.cache_hits == 2
-    with pytest.raises(TransferError):
-        reader.claim(exposed_offer_again(owner), [tensor_memory(torch.zeros(1))])
-
-
-def exposed_offer_again(owner: Connection) -> object:
-    return owner.expose(READ, [tensor_memory(torch.ones(2))]).offer()
+    assert figures.failures == {}

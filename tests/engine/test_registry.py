@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from torch_nixl.engine.adapter import Adapter, Direction, MemoryKind
+from torch_nixl.engine.adapter import Adapter, Direction, MemoryKind, Region, Registration
 from torch_nixl.engine.connection import Connection
 from torch_nixl.engine.loopback import LoopbackFabric
 from torch_nixl.engine.memory import address_memory, as_memory, tensor_memory
@@ -140,8 +140,44 @@ def test_empty_memory_needs_no_registration(registry: Registry) -> None:
 
 def test_public_memory_is_registered_under_the_public_device_id_too(registry: Registry) -> None:
     held = registry.acquire(tensor_memory(torch.zeros(10)), public=True)
-    assert held.public_blob
     assert held.device_id != PUBLIC_DEVICE_ID
+    assert held.entry is not None
+    assert held.entry.public is not None
+    assert held.entry.public.region.device_id == PUBLIC_DEVICE_ID
+
+
+def test_no_region_is_ever_registered_twice_under_one_device_id(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """NIXL crashes when one of two equal registrations goes while transfers use the other."""
+    fabric = LoopbackFabric()
+    adapter = fabric.adapter("a")
+    live: list[Region] = []
+    register, deregister = adapter.register, adapter.deregister
+
+    def checked_register(region: Region) -> Registration:
+        assert region not in live
+        live.append(region)
+        return register(region)
+
+    def checked_deregister(registration: Registration) -> None:
+        live.remove(registration.region)
+        deregister(registration)
+
+    monkeypatch.setattr(adapter, "register", checked_register)
+    monkeypatch.setattr(adapter, "deregister", checked_deregister)
+    registry = Registry(adapter)
+    arena = bytearray(64)
+    for _ in range(10):
+        one = torch.frombuffer(arena, dtype=torch.uint8)
+        two = torch.frombuffer(arena, dtype=torch.uint8)
+        held = [registry.acquire(tensor_memory(tensor), public=True) for tensor in (one, two)]
+        del one, two
+        for each in held:
+            registry.release(each)
+        del held, each
+    registry.collect()
+    assert live == []
 
 
 def test_the_budget_evicts_the_least_recently_used_that_nobody_uses(adapter: Adapter) -> None:

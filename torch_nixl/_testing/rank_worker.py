@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed import FileStore, Store  # type: ignore[attr-defined]
+from torch.distributed import FileStore, Store
 
 DUMP_SIGNAL = signal.SIGUSR1
 """Makes a rank write the stack of each of its threads, also when it holds the GIL."""

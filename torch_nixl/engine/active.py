@@ -91,7 +91,7 @@ class ActiveOperation(TransferOperation):
     def _learn_and_claim(self) -> bool:
         assert self.remote is not None and self._infos is not None
         try:
-            if not self._connection.learn(self.remote, self._offer.metadata, self._infos):
+            if not self._connection.contacts.learn(self.remote, self._offer.metadata, self._infos):
                 return False
         except TorchNixlError as error:
             self._break(error)
@@ -102,7 +102,7 @@ class ActiveOperation(TransferOperation):
             self._phase = _Phase.MOVING
             return True
         self._phase = _Phase.CLAIMING
-        self._connection.send(
+        self._connection.contacts.send(
             self.remote,
             wire.Claim(
                 self._offer.key,
@@ -124,11 +124,11 @@ class ActiveOperation(TransferOperation):
             assert self.remote is not None
             outcome, text = _outcome(self._error)
             if self.remote.contact is not Contact.FOREIGN:
-                self._connection.send(
+                self._connection.contacts.send(
                     self.remote, wire.Done(self._offer.key, self.claim, outcome, text)
                 )
             elif outcome is wire.Outcome.COMPLETE:
-                self._connection.send_raw(self.remote, self._offer.key)
+                self._connection.contacts.send_raw(self.remote, self._offer.key)
         self._release()
 
 

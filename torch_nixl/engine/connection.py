@@ -13,22 +13,21 @@ finalizer, a forked child, or a thread that outlives the interpreter.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import os
 import secrets
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 
-from torch_nixl.engine import host, path, wire
+from torch_nixl.engine import host, wire
 from torch_nixl.engine.active import ActiveOperation
 from torch_nixl.engine.adapter import Adapter, Direction, MemoryKind, Registration
-from torch_nixl.engine.blob import BlobInfo
-from torch_nixl.engine.envelope import derive, seal, unseal
+from torch_nixl.engine.contacts import Contacts
+from torch_nixl.engine.dispatch import Dispatcher, FrameHandler
+from torch_nixl.engine.envelope import derive
 from torch_nixl.engine.grants import GrantState
 from torch_nixl.engine.memory import Memory, require_writable
 from torch_nixl.engine.offer import Offer
@@ -41,13 +40,12 @@ from torch_nixl.engine.progress import (
     Progress,
 )
 from torch_nixl.engine.registry import RegisteredMemory, Registry
-from torch_nixl.engine.remotes import Contact, Remote
+from torch_nixl.engine.remotes import Remote
 from torch_nixl.engine.statistics import ConnectionStatistics, Counters
+from torch_nixl.engine.table import OperationTable
 from torch_nixl.engine.transfer import TransferOperation
 from torch_nixl.errors import (
     ClosedError,
-    MetadataError,
-    PeerLostError,
 )
 
 log = logging.getLogger("torch_nixl.connection")
@@ -55,17 +53,7 @@ log = logging.getLogger("torch_nixl.connection")
 DEFAULT_TIMEOUT = 300.0
 """Seconds after which an operation times out unless told otherwise."""
 
-PING_SECONDS = 0.25
-"""Silence after which a remote that someone waits for is pinged; doubled while it stays silent."""
-
-MAX_PING_SECONDS = 30.0
-
-MAX_ENDED = 4096
-"""Ended grants whose end is remembered, to tell late claimants why."""
-
 _numbers = itertools.count(1)
-
-FrameHandler = Callable[[Remote, bytes], None]
 
 
 class Connection:
@@ -101,22 +89,14 @@ class Connection:
         self.lock = threading.Lock()
         self.registry = Registry(adapter, max_bytes=max_registered_bytes)
         self.metadata_key = None if secret is None else derive(secret, "metadata")
-        self.codec = wire.Codec(time.time_ns(), secret)
-        self.identity = host.identity()
+        self.codec = wire.Codec(time.time_ns(), secret, name=adapter.name)
         self.counters = Counters()
-        self._remotes: dict[str, Remote] = {}
-        self._lingering: list[Remote] = []
-        self._offers: dict[bytes, PassiveOperation] = {}
-        self._keys: dict[bytes, PassiveOperation] = {}
-        self._ended: OrderedDict[bytes, wire.Reason] = OrderedDict()
-        self._claims: dict[int, ActiveOperation] = {}
-        self._operations: dict[Operation, None] = {}
-        self._num_claims = 0
-        self._handlers: dict[int, FrameHandler] = {}
+        self.operations = OperationTable(self.lock)
+        self.contacts = Contacts(self)
+        self._dispatcher = Dispatcher(self)
+        self._claim_numbers = itertools.count(1)
         self._reachable = False
-        self._warned: set[str] = set()
         self._closed: str = ""
-        self._connection_blob = adapter.metadata([], connection=True)
         self.progress = Progress(self, adapter.name)
         host.watch(self)
 
@@ -140,13 +120,17 @@ class Connection:
             progress_thread: Have NIXL's own thread make progress, too, sleeping at most so many
                 seconds (0.01 is a good value). For programs that hold the GIL for long; it costs
                 bandwidth when all cores are busy.
-            secret: See the class, as for all that follow.
+            secret: See the class.
+            timeout: See the class.
+            peer_timeout: See the class.
+            max_registered_bytes: See the class.
 
         Raises:
             BackendError: NIXL is missing or can't be set up; the message says what to do.
         """
         from torch_nixl.engine.nixl import NixlAdapter
 
+        host.check_not_forked_in_use()
         name = f"{worker_id}-{next(_numbers)}-{secrets.token_hex(6)}"
         adapter = NixlAdapter(name, backends=backends, progress_thread=progress_thread)
         return cls(
@@ -181,14 +165,16 @@ class Connection:
         One blob with the connection, if asked for, then one for each kind of memory.
         """
         self._reachable = True
-        blobs = [self._connection_blob] if connection else []
+        blobs = [self.contacts.own_blob] if connection else []
         by_kind: dict[MemoryKind, dict[int, Registration]] = {}
         for held in memories:
             if held.entry is not None:
                 registration = held.entry.registration
                 by_kind.setdefault(held.memory.kind, {})[id(registration)] = registration
-        for group in by_kind.values():
-            blobs.append(self.adapter.metadata(list(group.values()), connection=False))
+        blobs += [
+            self.adapter.metadata(list(group.values()), connection=False)
+            for group in by_kind.values()
+        ]
         return tuple(blobs)
 
     def public_metadata(self, memories: Sequence[RegisteredMemory]) -> bytes:
@@ -233,9 +219,7 @@ class Connection:
         """
         held = self._hold(memories, target=direction is Direction.WRITE, public=public)
         operation = PassiveOperation(self, direction, held, deadline=self._deadline(timeout))
-        with self.lock:
-            self._offers[operation.key] = operation
-            self._operations[operation] = None
+        self.operations.add(operation)
         self.progress.kick()
         return operation
 
@@ -262,18 +246,14 @@ class Connection:
         held = self._hold(memories, target=offer.direction is Direction.READ)
         try:
             remote = self.contact(offer.owner, offer.metadata[0])
-            with self.lock:
-                self._num_claims += 1
-                number = self._num_claims
+            number = next(self._claim_numbers)
             operation = ActiveOperation(
                 self, remote, offer, held, claim=number, deadline=self._deadline(timeout)
             )
         except BaseException:
             self._drop(held)
             raise
-        with self.lock:
-            self._claims[number] = operation
-            self._operations[operation] = None
+        self.operations.add(operation)
         operation.attend()
         self.progress.kick()
         return operation
@@ -285,7 +265,7 @@ class Connection:
         with self.lock:
             operation.remote.flight += 1
             operation.counted = True
-            self._operations[operation] = None
+        self.operations.add(operation)
         operation.attend()
         if not operation.done:
             self.progress.kick()
@@ -298,8 +278,9 @@ class Connection:
                 require_writable(memory, f"memories[{index}]")
         held: list[RegisteredMemory] = []
         try:
+            # One by one, so that those before a refused one can be let go again.
             for memory in memories:
-                held.append(self.register(memory, public=public))
+                held += [self.register(memory, public=public)]
         except BaseException:
             self._drop(held)
             raise
@@ -313,43 +294,15 @@ class Connection:
         seconds = self.timeout if timeout is None else timeout
         return None if seconds is None else time.monotonic() + seconds
 
-    def forget(self, operation: Operation) -> None:
-        """Take a released operation out of the tables."""
-        with self.lock:
-            if self._operations.pop(operation, self) is self:
-                return
-            match operation:
-                case PassiveOperation():
-                    self._offers.pop(operation.key, None)
-                    if operation.foreign_key:
-                        self._keys.pop(operation.foreign_key, None)
-                    self._ended[operation.key] = operation.grant.reason or wire.Reason.UNKNOWN
-                    while len(self._ended) > MAX_ENDED:
-                        self._ended.popitem(last=False)
-                case ActiveOperation():
-                    self._claims.pop(operation.claim, None)
-            if isinstance(operation, TransferOperation) and operation.counted:
-                assert operation.remote is not None
-                operation.remote.flight -= 1
-
-    def accept_key(self, operation: PassiveOperation, key: bytes) -> None:
-        """Let a message that is `key` end an operation: all that a foreign peer ever says.
-
-        Refused where a secret is set: such a message proves nothing.
-
-        Raises:
-            ValueError: A secret is set.
-        """
-        if self.metadata_key is not None:
-            raise ValueError("a secret is set: peers that can't authenticate are refused")
-        with self.lock:
-            operation.foreign_key = key
-            self._keys[key] = operation
-
     # Remotes.
 
     def contact(self, name: str, connection_blob: bytes, *, foreign: bool = False) -> Remote:
         """Find or make the remote of that name, and greet it.
+
+        Args:
+            name: The agent's name.
+            connection_blob: Metadata that tells how to reach it.
+            foreign: It speaks no frames of ours: nothing is sent to it but what is asked for.
 
         Raises:
             MetadataError: The blob is of another agent, or NIXL refused it.
@@ -357,329 +310,73 @@ class Connection:
             ClosedError: The connection is closed.
         """
         self._check_open()
-        with self.lock:
-            remote = self._remotes.get(name)
-        if remote is not None:
-            return remote
-        contact = Contact.FOREIGN if foreign else Contact.GREETING
-        remote = Remote(name, contact, connection_blob)
-        self._sweep_lingering(name)
-        if name == self.name:
-            remote.contact = Contact.READY
-            remote.identity = self.identity
-        else:
-            self._add(remote)
-        with self.lock:
-            known = self._remotes.setdefault(name, remote)
-        if known is remote and contact is Contact.GREETING and name != self.name:
-            self._greet(remote)
-        return known
-
-    def _add(self, remote: Remote) -> None:
-        info = self.adapter.inspect(remote.connection_blob)
-        if info.agent != remote.name:
-            raise MetadataError(
-                f"metadata of agent {info.agent!r} was handed over for agent {remote.name!r}"
-            )
-        self.adapter.add_remote(remote.connection_blob)
-        remote.learn(info)
-
-    def _greet(self, remote: Remote) -> None:
-        remote.nonce = secrets.token_bytes(16)
-        metadata = seal(self._connection_blob, key=self.metadata_key)
-        self.send(remote, wire.Hello(remote.nonce, self.identity, 1, 1, metadata))
-
-    def learn(self, remote: Remote, blobs: Sequence[bytes], infos: Sequence[BlobInfo]) -> bool:
-        """Tell the library of a remote's regions; False if that must wait for transfers to end.
-
-        Raises:
-            MetadataError: NIXL refused a blob.
-            PeerLostError: The remote is lost.
-        """
-        if remote.lost_error is not None:
-            raise PeerLostError(str(remote.lost_error), remote=remote.name)
-        if remote.name == self.name:
-            with self.lock:
-                remote.flight += 1
-            return True
-        with self.lock:
-            missing = [
-                (blob, info)
-                for blob, info in zip(blobs, infos, strict=True)
-                if info.sections and not remote.knows(info)
-            ]
-            crowded = any(not remote.has_room(info) for _, info in missing)
-            if crowded and remote.flight:
-                return False
-            remote.flight += 1
-        try:
-            if crowded:
-                # [Note: device ids]: what it was told can only be forgotten as a whole.
-                self.counters.relearned += 1
-                self.adapter.remove_remote(remote.name)
-                remote.forget_regions()
-                if infos[0].connections:
-                    remote.connection_blob = blobs[0]
-                self._add(remote)
-                missing = list(zip(blobs, infos, strict=True))
-            missing = [pair for pair in missing if not remote.knows(pair[1])]
-            for blob, info in missing:
-                self.adapter.add_remote(blob)
-                remote.learn(info)
-        except BaseException:
-            with self.lock:
-                remote.flight -= 1
-            raise
-        return True
-
-    def lose(self, remote: Remote, error: BaseException) -> None:
-        """Note that a remote is gone: everything that waits for it ends with PeerLostError."""
-        with self.lock:
-            if remote.lost_error is not None:
-                return
-            remote.lost_error = error
-            remote.contact = Contact.LOST
-            if self._remotes.get(remote.name) is remote:
-                del self._remotes[remote.name]
-            if remote.name != self.name:
-                self._lingering.append(remote)
-            concerned = [op for op in self._operations if op.remote is remote]
-        self.counters.lost += 1
-        log.info("lost %s: %s", remote.name, error)
-        for operation in concerned:
-            operation.on_lost(
-                PeerLostError(f"{operation}: the peer is lost: {error}", remote=remote.name)
-            )
-        self.progress.kick()
-
-    def _sweep_lingering(self, name: str = "") -> None:
-        """Have the library forget lost remotes once nothing is under way to them."""
-        with self.lock:
-            ready = [remote for remote in self._lingering if remote.flight == 0]
-            self._lingering = [remote for remote in self._lingering if remote.flight != 0]
-            if any(remote.name == name for remote in self._lingering):
-                raise PeerLostError(
-                    f"{name} was lost, and transfers to it are still to end", remote=name
-                )
-        for remote in ready:
-            self.adapter.remove_remote(remote.name)
-
-    def is_gone(self, remote: Remote) -> bool:
-        """Whether a lost remote is certain not to touch our memory any more.
-
-        It said so itself; or its process is dead, on this host; or, on another host, the
-        connection broke over which alone it could.
-        """
-        if remote.closed:
-            return True
-        identity = remote.identity
-        if identity is None or identity.host != self.identity.host:
-            return remote.lost_error is not None
-        return not host.is_alive(identity)
+        return self.contacts.contact(name, connection_blob, foreign=foreign)
 
     def path(self, remote: Remote) -> str:
         """Which way bytes take to a remote: ``"cma"``, ``"tcp"`` or, to other hosts, ``"network"``.
 
         Known once the remote has answered; ``"unknown"`` before.
         """
-        identity = remote.identity
-        if identity is None:
-            return "unknown"
-        if identity.host != self.identity.host:
-            return path.NETWORK
-        return path.same_host_path(identity.pid, remote.some_address())
+        return self.contacts.path(remote)
 
-    # Frames.
+    def accept_key(self, operation: PassiveOperation, key: bytes) -> None:
+        """Let a message that is `key` end an operation: all that a foreign peer ever says.
+
+        Raises:
+            ValueError: A secret is set, and such a message proves nothing.
+        """
+        if self.metadata_key is not None:
+            raise ValueError("a secret is set: peers that can't authenticate are refused")
+        self.operations.add_key(operation, key)
 
     def route(self, kind: int, handler: FrameHandler) -> None:
-        """Have frames of a protocol above handled: called in the driver, in order of arrival."""
-        assert kind not in self._handlers, f"frame kind {kind} has a handler"
-        self._handlers[kind] = handler
-
-    def send(self, remote: Remote, frame: wire.Frame) -> None:
-        """Send a frame; a lost peer is noted, not raised: whoever waits for it is told."""
-        self.send_raw(remote, self.codec.pack(frame))
-
-    def send_raw(self, remote: Remote, data: bytes) -> None:
-        """Send packed bytes as `send` does."""
-        if remote.lost_error is not None or self._closed:
-            return
-        try:
-            self.adapter.notify(remote.name, data)
-        except PeerLostError as error:
-            self.lose(remote, error)
-
-    def poll(self) -> bool:
-        """Take in what has arrived. Called by the driver, one thread at a time."""
-        arrived = self.adapter.drain()
-        if not arrived:
-            return False
-        now = time.monotonic()
-        for sender, data in arrived:
-            self.counters.frames_received += 1
-            try:
-                self._dispatch(sender, data, now)
-            except MetadataError as error:
-                self.counters.frames_refused += 1
-                # A peer that sends garbage may send much of it: one warning is enough.
-                level = logging.DEBUG if sender in self._warned else logging.WARNING
-                self._warned.add(sender)
-                log.log(level, "refused %d bytes from %s: %s", len(data), sender, error)
-        return True
-
-    def _dispatch(self, sender: str, data: bytes, now: float) -> None:
-        keyed = self._keys.get(data)
-        if keyed is not None:
-            keyed.on_key(sender)
-            return
-        frame = self.codec.unpack(sender, data)
-        if isinstance(frame, wire.Hello):
-            self._on_hello(sender, frame, now)
-            return
-        remote = self._remotes.get(sender)
-        if remote is None:
-            raise MetadataError(f"{type(frame).__name__} from an agent that has not said HELLO")
-        remote.hear(now)
-        match frame:
-            case wire.RawFrame():
-                handler = self._handlers.get(frame.kind)
-                if handler is None:
-                    raise MetadataError(f"frames of kind {frame.kind} are not spoken here")
-                handler(remote, frame.body)
-            case wire.Claim():
-                self._on_claim(remote, frame)
-            case wire.Done():
-                passive = self._offers.get(frame.key)
-                if passive is not None:
-                    passive.on_done(remote, frame)
-            case wire.Granted():
-                claimed = self._claims.get(frame.claim)
-                if claimed is None or claimed.remote is not remote:
-                    # Abandoned before it was granted: give it back.
-                    self.send(
-                        remote,
-                        wire.Done(frame.key, frame.claim, wire.Outcome.CANCELLED, "abandoned"),
-                    )
-                else:
-                    claimed.on_granted(frame)
-            case wire.Refuse():
-                claimed = self._claims.get(frame.claim)
-                if claimed is not None and claimed.remote is remote:
-                    claimed.on_refused(frame)
-            case wire.Revoke():
-                claimed = self._claims.get(frame.claim)
-                if claimed is not None and claimed.remote is remote:
-                    claimed.on_revoked(frame)
-            case wire.Ping():
-                self.send(remote, wire.Pong(frame.token))
-            case wire.Pong():
-                pass  # That it was heard is all that counts.
-            case wire.HelloAck():
-                if frame.nonce == remote.nonce and remote.contact is Contact.GREETING:
-                    remote.contact = Contact.READY
-                    remote.identity = frame.identity
-            case wire.Bye():
-                # It sends this last of all, when its own operations have ended.
-                remote.closed = True
-                self.lose(remote, PeerLostError(f"{sender} closed its connection", remote=sender))
-
-    def _on_hello(self, sender: str, frame: wire.Hello, now: float) -> None:
-        blob = unseal(frame.metadata, key=self.metadata_key)
-        info = self.adapter.inspect(blob)
-        if info.agent != sender:
-            raise MetadataError(f"HELLO from {sender} with metadata of {info.agent}")
-        remote = self._remotes.get(sender)
-        if remote is None:
-            try:
-                remote = self.contact(sender, blob)
-            except PeerLostError as error:
-                log.info("can't answer HELLO of %s: %s", sender, error)
-                return
-        remote.identity = frame.identity
-        remote.contact = Contact.READY
-        remote.hear(now)
-        answer = wire.HelloAck(frame.nonce, secrets.token_bytes(16), self.identity)
-        self.send(remote, answer)
-        if remote.lost_error is not None and self._remotes.get(sender) is None:
-            # The peer made its connection anew, and only now we see that the old one broke.
-            with contextlib.suppress(PeerLostError):
-                remote = self.contact(sender, blob)
-                remote.identity = frame.identity
-                remote.contact = Contact.READY
-                self.send(remote, answer)
-
-    def _on_claim(self, remote: Remote, frame: wire.Claim) -> None:
-        operation = self._offers.get(frame.key)
-        if operation is not None:
-            operation.on_claim(remote, frame)
-            return
-        reason = self._ended.get(frame.key, wire.Reason.UNKNOWN)
-        self.send(remote, wire.Refuse(frame.key, frame.claim, reason, ""))
+        """Have frames of a protocol above handled: in the driver, in order of arrival."""
+        self._dispatcher.route(kind, handler)
 
     # Driven by progress.
 
+    def poll(self) -> bool:
+        """Take in what has arrived; return whether anything had."""
+        return self._dispatcher.poll()
+
     def advance(self) -> bool:
+        """Advance operations that no thread attends; return whether anything moved."""
         moved = False
-        for operation in list(self._operations):
+        for operation in self.operations.all():
             if not operation.attended:
                 moved |= operation.attend()
         return moved
 
     def tick(self, now: float) -> None:
-        with self.lock:
-            operations = list(self._operations)
-            lingering = bool(self._lingering)
+        """Look at deadlines, silent remotes and what is left of lost ones."""
         waited_for: set[Remote] = set()
-        for operation in operations:
-            if not operation.done and operation.deadline is not None:
-                if now >= operation.deadline and not operation.attended:
-                    operation.expire()
-            remote = operation.remote
-            if remote is None:
-                continue
+        for operation in self.operations.all():
+            overdue = operation.deadline is not None and now >= operation.deadline
+            if overdue and not operation.done and not operation.attended:
+                operation.expire()
             if operation.done and isinstance(operation, PassiveOperation):
                 operation.check_quarantine()
-            if not operation.released:
-                waited_for.add(remote)
+            if operation.remote is not None and not operation.released:
+                waited_for.add(operation.remote)
         for remote in waited_for:
-            self._watch(remote, now)
-        if lingering:
-            self._sweep_lingering()
+            self.contacts.watch(remote, now)
+        self.contacts.sweep()
         self.registry.collect()
 
-    def _watch(self, remote: Remote, now: float) -> None:
-        """Ping a silent remote: the library tells of a death only to those who send."""
-        if remote.contact not in (Contact.GREETING, Contact.READY) or remote.name == self.name:
-            return
-        silence = now - remote.heard_at
-        if self.peer_timeout is not None and silence > self.peer_timeout and remote.pinged_at:
-            self.lose(
-                remote,
-                PeerLostError(
-                    f"{remote.name} has been silent for {silence:.1f} s "
-                    f"(peer_timeout={self.peer_timeout})",
-                    remote=remote.name,
-                ),
-            )
-        elif silence > PING_SECONDS and now - remote.pinged_at > remote.ping_after:
-            remote.pinged_at = now
-            remote.ping_after = min(max(PING_SECONDS, remote.ping_after * 2), MAX_PING_SECONDS)
-            self.send(remote, wire.Ping(secrets.randbits(64)))
-
     def poll_interval(self) -> float | None:
+        """Longest sleep between two polls that what is outstanding allows."""
         # Once metadata has left, a stranger may knock at any time, and is owed an answer.
-        interval: float | None = IDLE_SECONDS if self._remotes or self._reachable else None
-        for operation in list(self._operations):
-            if isinstance(operation, PassiveOperation) and (
-                operation.done or operation.grant.state is GrantState.OFFERED
-            ):
-                if operation.watched:
-                    return WAIT_SECONDS
-                interval = EXPOSED_SECONDS
-            elif not operation.done:
+        interval: float | None = IDLE_SECONDS if self._reachable or len(self.contacts) else None
+        for operation in self.operations.all():
+            if operation.watched:
                 return WAIT_SECONDS
-            else:
-                interval = EXPOSED_SECONDS
+            offered = (
+                isinstance(operation, PassiveOperation)
+                and operation.grant.state is GrantState.OFFERED
+            )
+            if not operation.done and not offered:
+                return WAIT_SECONDS
+            interval = EXPOSED_SECONDS
         return interval
 
     def crash(self, error: BaseException) -> None:
@@ -695,16 +392,12 @@ class Connection:
         if self._closed:
             return
         deadline = time.monotonic() + timeout
-        with self.lock:
-            operations = list(self._operations)
-        for operation in operations:
+        for operation in self.operations.all():
             if isinstance(operation, PassiveOperation):
                 if operation.grant.state is GrantState.OFFERED:
                     operation.cancel()
-        self.progress.wait_until(lambda: not self._operations, deadline)
-        for remote in list(self._remotes.values()):
-            if remote.contact in (Contact.GREETING, Contact.READY) and remote.name != self.name:
-                self.send(remote, wire.Bye("closed"))
+        self.progress.wait_until(lambda: not len(self.operations), deadline)
+        self.contacts.say_bye()
         self.abort("it was closed")
 
     def abort(self, why: str = "it was aborted") -> None:
@@ -719,8 +412,7 @@ class Connection:
             self._closed = why
         host.unwatch(self)
         self.progress.stop()
-        with self.lock:
-            operations = list(self._operations)
+        operations = self.operations.all()
         for operation in operations:
             if isinstance(operation, PassiveOperation) and operation.touchable:
                 host.keep_for_ever(operation.memories)
@@ -759,9 +451,9 @@ class Connection:
     def statistics(self) -> ConnectionStatistics:
         """What this Connection has done so far, as frozen values."""
         return self.counters.freeze(
-            self.registry.statistics, len(self._remotes), len(self._operations)
+            self.registry.statistics, len(self.contacts), len(self.operations)
         )
 
     def __repr__(self) -> str:
         state = self._closed or "open"
-        return f"<Connection {self.name} {state} remotes={len(self._remotes)}>"
+        return f"<Connection {self.name} {state} remotes={len(self.contacts)}>"

@@ -27,10 +27,12 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from torch_nixl.engine.wire import Outcome, Reason
+from torch_nixl.engine.wire import Reason
 
 
 class GrantState(enum.Enum):
+    """The states of the table above, in the only order in which they follow each other."""
+
     OFFERED = enum.auto()
     GRANTED = enum.auto()
     REVOKING = enum.auto()
@@ -85,7 +87,3 @@ class Grant:
         assert self.state in (GrantState.GRANTED, GrantState.REVOKING)
         self.state = GrantState.RELEASED
         self.reason = Reason.TAKEN
-
-
-LOCAL_OUTCOMES = {Reason.REVOKED: Outcome.CANCELLED, Reason.EXPIRED: Outcome.TIMED_OUT}
-"""What a withdrawn offer ends with on the owner's side."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch_nixl.engine.wire import Identity
+from torch_nixl.errors import BackendError
 
 if TYPE_CHECKING:
     from torch_nixl.engine.connection import Connection
@@ -20,6 +21,8 @@ EXIT_SECONDS = 2.0
 """How long a forgotten connection may take to end at interpreter exit."""
 
 _open: weakref.WeakSet[Connection] = weakref.WeakSet()
+
+_forked_in_use = False
 
 
 def identity() -> Identity:
@@ -52,12 +55,29 @@ def _start_time(pid: int) -> int | None:
     return None if state in (b"Z", b"X") else int(fields[18])
 
 
+def check_not_forked_in_use() -> None:
+    """Refuse to make an agent where none can work.
+
+    UCX has a thread of its own while an agent lives. A child forked then inherits the belief that
+    it runs, but not the thread: its agents never make contact.
+
+    Raises:
+        BackendError: This process was forked from one that had an open connection.
+    """
+    if _forked_in_use:
+        raise BackendError(
+            "this process was forked while a connection was open, and NIXL can't work in it: "
+            "start it with multiprocessing's 'spawn', or fork before the first connection"
+        )
+
+
 def watch(connection: Connection) -> None:
     """Close a connection at interpreter exit, and disown it in forked children."""
     _open.add(connection)
 
 
 def unwatch(connection: Connection) -> None:
+    """Undo `watch`."""
     _open.discard(connection)
 
 
@@ -73,8 +93,10 @@ def _close_all() -> None:
 
 
 def _after_fork_in_child() -> None:
+    global _forked_in_use
     for connection in list(_open):
         connection.disown()
+        _forked_in_use = True
     _open.clear()
     _host.cache_clear()
 

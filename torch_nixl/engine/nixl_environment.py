@@ -11,9 +11,12 @@ from types import MappingProxyType
 
 TUNED_ENVIRONMENT: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
-        "UCX_TCP_SNDBUF": ("4m", "the kernel's default send buffer stalls large messages over TCP"),
+        "UCX_TCP_SNDBUF": (
+            "4m",
+            "large transfers over TCP, READ above all, are slow otherwise",
+        ),
         "UCX_TCP_RCVBUF": ("4m", "as for the send buffer"),
-        "UCX_TCP_TX_SEG_SIZE": ("256k", "UCX's 8 KiB segments cost a system call each"),
+        "UCX_TCP_TX_SEG_SIZE": ("256k", "as for the send buffer: fewer and larger segments"),
         "UCX_TCP_RX_SEG_SIZE": ("256k", "must not be below the sender's segment size"),
     }
 )

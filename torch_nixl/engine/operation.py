@@ -206,7 +206,7 @@ class Operation:
             memories, self._memories = self._memories, ()
         for held in memories:
             self._connection.registry.release(held)
-        self._connection.forget(self)
+        self._connection.operations.remove(self)
 
     def add_waiter(self, waiter: Alarm) -> bool:
         """Have `waiter` released at the end; False if the operation has ended already."""

@@ -84,7 +84,7 @@ class PassiveOperation(Operation):
         return (
             self.grant.state in (GrantState.GRANTED, GrantState.REVOKING)
             and self.remote is not None
-            and not self._connection.is_gone(self.remote)
+            and not self._connection.contacts.is_gone(self.remote)
         )
 
     def cancel(self) -> None:
@@ -115,9 +115,11 @@ class PassiveOperation(Operation):
             if reason is None:
                 self.remote = remote
         if reason is None:
-            self._connection.send(remote, wire.Granted(self.key, frame.claim))
+            self._connection.contacts.send(remote, wire.Granted(self.key, frame.claim))
         else:
-            self._connection.send(remote, wire.Refuse(self.key, frame.claim, reason, str(self)))
+            self._connection.contacts.send(
+                remote, wire.Refuse(self.key, frame.claim, reason, str(self))
+            )
 
     def on_done(self, remote: Remote, frame: wire.Done) -> None:
         """The claimant won't touch the memory any more. Runs in the driver."""
@@ -164,7 +166,7 @@ class PassiveOperation(Operation):
                 self._release()
             return
         remote = self.remote
-        if remote is None or not self._connection.is_gone(remote):
+        if remote is None or not self._connection.contacts.is_gone(remote):
             return
         with self._connection.lock:
             if self.grant.state is GrantState.RELEASED:
@@ -184,6 +186,6 @@ class PassiveOperation(Operation):
         elif released:
             self._release()
         elif claimant is not None and self.remote is not None:
-            self._connection.send(
+            self._connection.contacts.send(
                 self.remote, wire.Revoke(self.key, claimant.claim, reason, str(error))
             )

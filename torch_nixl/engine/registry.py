@@ -4,7 +4,7 @@
 The library finds a registration by kind, device id and address, and looks only at the one that
 starts last before the address: two that nest or overlap under one device id hide each other, and
 what a remote was told stays told for ever. For host memory the device id has no other meaning, so
-each host registration gets one of its own, a generation that is never given to other memory. Nested,
+each host registration gets one of its own, a generation that no other memory is given. Nested,
 overlapping and recycled memory then can't be confused, on either side. Where the id is the
 physical device's (`Capabilities.free_device_ids`), and for memory exposed to dynamo's peers, which
 always say 0, that way is closed; the reader then makes room before it learns of a region that
@@ -52,8 +52,15 @@ class _Entry:
     finalizer: weakref.finalize[..., object] | None = None
     users: int = 0
     public: Registration | None = None
-    public_blob: bytes = b""
     dead: bool = False
+
+
+@dataclass(slots=True)
+class _Public:
+    """A registration under the public device id, shared by all owners of the same memory."""
+
+    registration: Registration
+    entries: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,11 +83,6 @@ class RegisteredMemory:
     def blob(self) -> bytes:
         """Metadata that tells a known remote of this region."""
         return b"" if self.entry is None else self.entry.blob
-
-    @property
-    def public_blob(self) -> bytes:
-        """The same under `PUBLIC_DEVICE_ID`; empty unless acquired as public."""
-        return b"" if self.entry is None else self.entry.public_blob
 
 
 @dataclass(slots=True)
@@ -110,6 +112,7 @@ class Registry:
         self._lock = threading.Lock()
         self._anchored: OrderedDict[tuple[int, MemoryKind, int], _Entry] = OrderedDict()
         self._plain: dict[_Key, _Entry] = {}
+        self._public: dict[_Key, _Public] = {}
         self._orphans: deque[tuple[int, MemoryKind, int]] = deque()
         self._waste: deque[Registration] = deque()
         self._retired: OrderedDict[_Key, tuple[int, bytes]] = OrderedDict()
@@ -174,11 +177,7 @@ class Registry:
                 # The slot may have been taken over by a new owner with the same id().
                 if entry is not None and entry.anchor is not None and entry.anchor() is None:
                     self._retire(slot, entry)
-            waste = list(self._waste)
-            self._waste.clear()
-            for registration in waste:
-                self._adapter.deregister(registration)
-                self.statistics.deregistrations += 1
+            self._deregister()
 
     def close(self) -> None:
         """Forget everything: the agent is destroyed, and its registrations with it."""
@@ -193,6 +192,11 @@ class Registry:
             self._waste.clear()
 
     # All below: the lock is held.
+
+    def _deregister(self) -> None:
+        while self._waste:
+            self._adapter.deregister(self._waste.popleft())
+            self.statistics.deregistrations += 1
 
     def _find(self, memory: Memory) -> _Entry | None:
         key = _key(memory)
@@ -233,6 +237,9 @@ class Registry:
             return registration, self._adapter.metadata([registration], connection=False)
         retired = self._retired.pop(key, None)
         if retired is not None:
+            # Never two registrations of one region under one id: NIXL crashes when one of them
+            # goes while transfers look the other up.
+            self._deregister()
             device_id, old_blob = retired
             registration = self._adapter.register(Region(kind, address, nbytes, device_id))
             blob = self._adapter.metadata([registration], connection=False)
@@ -247,12 +254,16 @@ class Registry:
     def _publish(self, entry: _Entry) -> None:
         region = entry.registration.region
         if region.kind not in self._adapter.capabilities.free_device_ids:
-            entry.public_blob = entry.blob
             return
-        entry.public = self._adapter.register(
-            Region(region.kind, region.address, region.nbytes, PUBLIC_DEVICE_ID)
-        )
-        entry.public_blob = self._adapter.metadata([entry.public], connection=False)
+        public = self._public.get(entry.key)
+        if public is None:
+            self._deregister()
+            registration = self._adapter.register(
+                Region(region.kind, region.address, region.nbytes, PUBLIC_DEVICE_ID)
+            )
+            public = self._public[entry.key] = _Public(registration)
+        public.entries += 1
+        entry.public = public.registration
 
     def _retire(self, slot: tuple[int, MemoryKind, int], entry: _Entry) -> None:
         """Take an entry whose memory died or moved out of the cache."""
@@ -275,7 +286,11 @@ class Registry:
                 self._retired.popitem(last=False)
         self._waste.append(entry.registration)
         if entry.public is not None:
-            self._waste.append(entry.public)
+            public = self._public[entry.key]
+            public.entries -= 1
+            if public.entries == 0:
+                del self._public[entry.key]
+                self._waste.append(public.registration)
         self.statistics.live -= 1
         self.statistics.live_bytes -= region.nbytes
 

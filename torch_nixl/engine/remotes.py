@@ -37,6 +37,7 @@ class Remote:
         nonce: What we asked it to echo.
         heard_at: `time.monotonic()` of its last frame.
         closed: It said that it leaves and won't touch our memory any more.
+        greeted: Our HELLO is out, if it takes one: other frames may follow.
         flight: Number of our operations that may have transfers to it under way.
     """
 
@@ -46,6 +47,7 @@ class Remote:
         "connection_blob",
         "contact",
         "flight",
+        "greeted",
         "heard_at",
         "identity",
         "lost_error",
@@ -66,6 +68,7 @@ class Remote:
         self.pinged_at = 0.0
         self.ping_after = 0.0
         self.closed = False
+        self.greeted = False
         self.flight = 0
         self.lost_error: BaseException | None = None
         self.num_known = 0

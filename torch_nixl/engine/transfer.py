@@ -146,7 +146,7 @@ class TransferOperation(Operation):
             adapter.release(transfer)
         self._stopping = True
         if isinstance(error, PeerLostError) and self.remote is not None:
-            self._connection.lose(self.remote, error)
+            self._connection.contacts.lose(self.remote, error)
         self._finish(error)
         if not self._flight:
             self._settle()
@@ -161,7 +161,7 @@ class TransferOperation(Operation):
                     self._connection.adapter.notify(self.remote.name, self._message)
                 except PeerLostError as lost:
                     error = lost
-                    self._connection.lose(self.remote, lost)
+                    self._connection.contacts.lose(self.remote, lost)
             self._finish(error)
         self._release()
 

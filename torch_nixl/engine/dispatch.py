@@ -1,0 +1,122 @@
+"""Takes in what arrives and hands it to whom it concerns."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from torch_nixl.engine import wire
+from torch_nixl.engine.remotes import Remote
+from torch_nixl.errors import MetadataError, PeerLostError
+
+if TYPE_CHECKING:
+    from torch_nixl.engine.connection import Connection
+
+log = logging.getLogger("torch_nixl.dispatch")
+
+FrameHandler = Callable[[Remote, bytes], None]
+
+MAX_WARNED = 1024
+"""Senders of garbage that are remembered, so that each is warned of once."""
+
+
+class Dispatcher:
+    """The receiving end of one connection. Called by the driver, one thread at a time."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._contacts = connection.contacts
+        self._operations = connection.operations
+        self._handlers: dict[int, FrameHandler] = {}
+        self._warned: set[str] = set()
+
+    def route(self, kind: int, handler: FrameHandler) -> None:
+        """Have frames of a protocol above handled."""
+        assert kind not in self._handlers, f"frame kind {kind} has a handler"
+        self._handlers[kind] = handler
+
+    def poll(self) -> bool:
+        """Take in what has arrived; return whether anything had."""
+        arrived = self._connection.adapter.drain()
+        if not arrived:
+            return False
+        now = time.monotonic()
+        counters = self._connection.counters
+        for sender, data in arrived:
+            counters.frames_received += 1
+            try:
+                self._dispatch(sender, data, now)
+            except MetadataError as error:
+                counters.frames_refused += 1
+                # Who sends garbage may send much of it.
+                known = sender in self._warned or len(self._warned) >= MAX_WARNED
+                self._warned.add(sender)
+                level = logging.DEBUG if known else logging.WARNING
+                log.log(level, "refused %d bytes from %s: %s", len(data), sender, error)
+        return True
+
+    def _dispatch(self, sender: str, data: bytes, now: float) -> None:
+        keyed = self._operations.by_message(data)
+        if keyed is not None:
+            keyed.on_key(sender)
+            return
+        frame = self._connection.codec.unpack(sender, data)
+        if isinstance(frame, wire.Hello):
+            self._contacts.on_hello(sender, frame, now)
+            return
+        remote = self._contacts.get(sender)
+        if remote is None:
+            raise MetadataError(f"{type(frame).__name__} from an agent that has not said HELLO")
+        remote.hear(now)
+        match frame:
+            case wire.RawFrame():
+                handler = self._handlers.get(frame.kind)
+                if handler is None:
+                    raise MetadataError(f"frames of kind {frame.kind} are not spoken here")
+                handler(remote, frame.body)
+            case wire.Claim():
+                self._on_claim(remote, frame)
+            case wire.Done():
+                passive = self._operations.offer(frame.key)
+                if passive is not None:
+                    passive.on_done(remote, frame)
+            case wire.Granted() | wire.Refuse() | wire.Revoke():
+                self._on_answer(remote, frame)
+            case wire.Ping():
+                self._contacts.send(remote, wire.Pong(frame.token))
+            case wire.Pong():
+                pass  # That it was heard is all that counts.
+            case wire.HelloAck():
+                self._contacts.on_hello_ack(remote, frame)
+            case wire.Bye():
+                # It sends this last of all, when its own operations have ended.
+                remote.closed = True
+                error = PeerLostError(f"{sender} closed its connection", remote=sender)
+                self._contacts.lose(remote, error)
+
+    def _on_claim(self, remote: Remote, frame: wire.Claim) -> None:
+        operation = self._operations.offer(frame.key)
+        if operation is not None:
+            operation.on_claim(remote, frame)
+        else:
+            reason = self._operations.why_ended(frame.key)
+            self._contacts.send(remote, wire.Refuse(frame.key, frame.claim, reason, ""))
+
+    def _on_answer(self, remote: Remote, frame: wire.Granted | wire.Refuse | wire.Revoke) -> None:
+        operation = self._operations.claim(frame.claim, remote)
+        match frame:
+            case wire.Granted() if operation is None:
+                # Abandoned before it was granted: give it back.
+                outcome = wire.Outcome.CANCELLED
+                done = wire.Done(frame.key, frame.claim, outcome, "abandoned")
+                self._contacts.send(remote, done)
+            case wire.Granted() if operation is not None:
+                operation.on_granted(frame)
+            case wire.Refuse() if operation is not None:
+                operation.on_refused(frame)
+            case wire.Revoke() if operation is not None:
+                operation.on_revoked(frame)
+            case _:
+                pass  # It has ended here, and the remote has been told or is about to be.
