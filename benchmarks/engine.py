@@ -28,6 +28,7 @@ from torch_nixl.engine.transfer import TransferOperation
 SMALL = 4096
 LARGE = 64 << 20
 HUGE = 256 << 20
+SIZES = (SMALL, 1 << 20, LARGE, HUGE)
 TEST_FRAME = 100
 
 
@@ -86,11 +87,12 @@ class RawAgent:
 class OurAgent:
     """The same through a Connection."""
 
-    def __init__(self, name: str, buffer: torch.Tensor) -> None:
-        self.connection = Connection.open(name)
+    def __init__(
+        self, name: str, buffer: torch.Tensor, progress_thread: float | None = None
+    ) -> None:
+        self.connection = Connection.open(name, progress_thread=progress_thread)
         self.buffer = buffer
-        self.small = tensor_memory(buffer[:SMALL])
-        self.large = tensor_memory(buffer[:LARGE])
+        self.memories = {n: tensor_memory(buffer[:n]) for n in SIZES}
         self.registered = self.connection.register(tensor_memory(buffer))
         self.num_messages = 0
         self.num_awaited = 0
@@ -113,22 +115,24 @@ class OurAgent:
             self.remote, offer.metadata, [inspect(blob) for blob in offer.metadata]
         )
         spans = offer.memories[0].spans
-        for nbytes in (SMALL, LARGE, HUGE):
+        for nbytes in SIZES:
             part = spans.copy()
             part[0, 1] = nbytes
             self.targets[nbytes] = OfferedMemory(offer.memories[0].kind, part, nbytes)
 
-    def move(self, direction: Direction, nbytes: int, message: bytes = b"") -> None:
+    def move(
+        self, direction: Direction, nbytes: int, frame: tuple[int, bytes] | None = None
+    ) -> None:
         assert self.remote is not None
         connection = self.connection
-        memory = self.small if nbytes == SMALL else tensor_memory(self.buffer[:nbytes])
+        memory = self.memories[nbytes]
         operation = TransferOperation(
             connection,
             self.remote,
             direction,
             [connection.register(memory)],
             [self.targets[nbytes]],
-            message=message,
+            frame=frame,
         )
         connection.transfer(operation)
         operation.wait()
@@ -138,7 +142,7 @@ class OurAgent:
         return self.connection.codec.pack_raw(TEST_FRAME, b"", to=self.remote.name)
 
     def write_with_message(self) -> None:
-        self.move(Direction.WRITE, SMALL, self.message())
+        self.move(Direction.WRITE, SMALL, (TEST_FRAME, b""))
 
     def wait_message(self) -> None:
         self.num_awaited += 1

@@ -55,8 +55,9 @@ class Side:
     """One of the two processes, and its control channel to the other."""
 
     rank: int
-    pipe: Pipe
+    pipe: Pipe = None  # type: ignore[assignment]  # set while the process runs
     rows: list[Row] = field(default_factory=list)
+    figures: list[float] = field(default_factory=list)
 
     def exchange(self, value: object) -> object:
         """Hand `value` over and return what the other side handed over. A barrier, too."""
@@ -94,11 +95,11 @@ def median(figures: Sequence[float]) -> float:
 def _enter(body: Callable[[Side], None], rank: int, pipe: Pipe, results: Pipe) -> None:
     side = Side(rank, pipe)
     body(side)
-    results.send(side.rows)
+    results.send(Side(rank, rows=side.rows, figures=side.figures))
 
 
-def run_pair(body: Callable[[Side], None], timeout: float) -> list[Row]:
-    """Run `body` in two fresh processes and return the rows that they made."""
+def run_pair(body: Callable[[Side], None], timeout: float) -> list[Side]:
+    """Run `body` in two fresh processes and return both sides as it left them."""
     context = multiprocessing.get_context("spawn")
     ends = context.Pipe()
     results = [context.Pipe(duplex=False) for _ in ends]
@@ -113,23 +114,32 @@ def run_pair(body: Callable[[Side], None], timeout: float) -> list[Row]:
     for end in ends:
         end.close()
     deadline = time.monotonic() + timeout
-    rows: list[Row] = []
+    sides: list[Side] = []
     try:
         for receiver, _ in results:
             if not receiver.poll(max(0.0, deadline - time.monotonic())):
                 raise SystemExit(f"the benchmark did not end within {timeout:.0f} s")
-            rows.extend(receiver.recv())
+            sides.append(receiver.recv())
         for process in processes:
             process.join(10)
     finally:
         for process in processes:
             if process.is_alive():
                 process.kill()
-    return rows
+    return sides
 
 
-def report(title: str, rows: Sequence[Row], path: str | None) -> None:
+def write_json(path: str | None, document: dict[str, object]) -> None:
+    """Write figures and the machine they are of, if a path was given."""
+    if path:
+        machine = {"cores": os.cpu_count(), "load": os.getloadavg()[0], "arch": platform.machine()}
+        with open(path, "w") as file:
+            json.dump({**document, "machine": machine}, file, indent=2)
+
+
+def report(title: str, sides: Sequence[Side], path: str | None) -> None:
     """Print a table and, if asked to, write JSON."""
+    rows = [row for side in sides for row in side.rows]
     load = os.getloadavg()[0]
     table = Table(title=f"{title} (load average {load:.1f})")
     for column in ("", "ours", "rival", "ratio", "to reach", "", "note"):
@@ -146,14 +156,7 @@ def report(title: str, rows: Sequence[Row], path: str | None) -> None:
             row.note,
         )
     Console(width=150 if not sys.stdout.isatty() else None).print(table)
-    if path:
-        machine = {"cpu": platform.processor(), "cores": os.cpu_count(), "load": load}
-        with open(path, "w") as file:
-            json.dump(
-                {"title": title, "machine": machine, "rows": [asdict(row) for row in rows]},
-                file,
-                indent=2,
-            )
+    write_json(path, {"title": title, "rows": [asdict(row) for row in rows]})
 
 
 def arguments(description: str) -> argparse.Namespace:

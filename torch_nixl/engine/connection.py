@@ -261,10 +261,6 @@ class Connection:
     def transfer(self, operation: TransferOperation) -> None:
         """Start an operation that a protocol above has been granted by its own rules."""
         self._check_open()
-        assert operation.remote is not None
-        with self.lock:
-            operation.remote.flight += 1
-            operation.counted = True
         self.operations.add(operation)
         operation.attend()
         if not operation.done:

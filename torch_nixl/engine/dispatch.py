@@ -58,10 +58,11 @@ class Dispatcher:
         return True
 
     def _dispatch(self, sender: str, data: bytes, now: float) -> None:
-        keyed = self._operations.by_message(data)
-        if keyed is not None:
-            keyed.on_key(sender)
-            return
+        if not data.startswith(wire.MAGIC):
+            keyed = self._operations.by_message(data)
+            if keyed is not None:
+                keyed.on_key(sender)
+                return
         frame = self._connection.codec.unpack(sender, data)
         if isinstance(frame, wire.Hello):
             self._contacts.on_hello(sender, frame, now)

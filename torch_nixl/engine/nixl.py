@@ -48,6 +48,15 @@ _NOTHING: dict[str, list[bytes]] = {}
 _ANY_BACKEND: list[int] = []
 
 
+MAX_REMEMBERED = 4096
+"""Most bytes of a blob whose check is remembered: the same few regions come again and again."""
+
+
+@functools.lru_cache(maxsize=256)
+def _parse_small(blob: bytes) -> BlobInfo:
+    return parse(blob)
+
+
 @functools.cache
 def _load() -> Any:
     """Import NIXL and return its bindings."""
@@ -185,7 +194,7 @@ class NixlAdapter:
                 f"metadata of NIXL {self._capabilities.version} can't be checked: torch_nixl does "
                 f"not know its form, only that of NIXL {', '.join(sorted(KNOWN_VERSIONS))}"
             )
-        return parse(metadata)
+        return _parse_small(metadata) if len(metadata) <= MAX_REMEMBERED else parse(metadata)
 
     def remove_remote(self, remote: str) -> None:
         # Of an unknown remote NIXL returns NOT_FOUND without raising: there is nothing to do.

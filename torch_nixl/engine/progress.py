@@ -29,6 +29,16 @@ log = logging.getLogger("torch_nixl.progress")
 HOT_SECONDS = 0.002
 """How long a waiter polls without sleeping: most answers come within this."""
 
+CONTENDED_SECONDS = 0.25
+"""How long posts are kept short after one has held up a poll."""
+
+LET_POLL_SECONDS = 0.005
+"""Longest that a post waits for a poll."""
+
+YIELD_TURNS = 8
+"""Turns of the hot loop between two yields. A rank that shares its core with the one it waits for
+must let it run; one that doesn't loses a microsecond each time."""
+
 ALERT_SECONDS = 0.050
 """How long the background thread goes on polling every WAIT_SECONDS after something happened."""
 
@@ -79,6 +89,7 @@ class Progress:
         self._followers: deque[Alarm] = deque()
         self._later: deque[Callable[[], None]] = deque()
         self._next_tick = 0.0
+        self._contended_until = 0.0
         self._num_waiting = 0
         self._wake = threading.Event()
         self._stopping = False
@@ -103,6 +114,22 @@ class Progress:
             self._call_now()
         return moved
 
+    def let_poll(self) -> None:
+        """Wait for a poll that is under way, before a post that would hold it up.
+
+        The library's lock prefers posts to polls: without this a thread that posts piece after
+        piece could keep all others from polling until it has posted the last.
+        """
+        if self._driving.locked():
+            self._contended_until = time.monotonic() + CONTENDED_SECONDS
+            if self._driving.acquire(timeout=LET_POLL_SECONDS):
+                self._driving.release()
+
+    @property
+    def contended(self) -> bool:
+        """Whether a post has held up a poll a short while ago."""
+        return time.monotonic() < self._contended_until
+
     def sweep(self) -> None:
         """Take in all that has arrived by now, even if another thread is polling."""
         with self._driving:
@@ -124,20 +151,27 @@ class Progress:
         self, condition: Callable[[], bool], deadline: float | None, operation: Operation | None
     ) -> bool:
         self._num_waiting += 1
+        step = self.step
+        attend = _nothing if operation is None else operation.attend
         try:
             hot_until = time.monotonic() + HOT_SECONDS
+            turn = 0
             while not condition():
-                moved = operation.attend() if operation is not None else False
-                moved |= self.step()
+                moved = attend()
+                if condition():
+                    return True
+                moved |= step()
                 if condition():
                     return True
                 now = time.monotonic()
                 if deadline is not None and now >= deadline:
                     return False
+                turn += 1
                 if moved:
                     hot_until = now + HOT_SECONDS
                 elif now < hot_until:
-                    os.sched_yield()
+                    if turn % YIELD_TURNS == 0:
+                        os.sched_yield()
                 elif not self._lead(condition, deadline, operation):
                     return False
                 else:
@@ -201,6 +235,13 @@ class Progress:
         self._later.extend(callbacks)
         if self._later:
             self.kick()
+
+    def call_from_finalizer(self, callback: Callable[[], None]) -> None:
+        """Have a callback called by the next poll, without waking anybody.
+
+        A finalizer may run in any thread at any instruction, so it must take no lock.
+        """
+        self._later.append(callback)
 
     def _call_now(self) -> None:
         while self._later:
@@ -275,6 +316,10 @@ class Progress:
                 alert_until = time.monotonic() + ALERT_SECONDS
                 pause = 0.0
             self._resting = False
+
+
+def _nothing() -> bool:
+    return False
 
 
 def _remaining(deadline: float | None, longest: float) -> float:

@@ -63,7 +63,7 @@ class _Public:
     entries: int = 0
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class RegisteredMemory:
     """Memory together with the registration it lies in, held until `Registry.release`.
 
@@ -133,7 +133,8 @@ class Registry:
         """
         if memory.nbytes == 0:
             return RegisteredMemory(memory, 0, with_device(memory.spans, 0), None)
-        self.collect()
+        if self._orphans or self._waste:
+            self.collect()
         with self._lock:
             if self._closed:
                 raise ClosedError("the connection is closed: no memory can be registered")
@@ -145,7 +146,8 @@ class Registry:
             if public and entry.public is None:
                 self._publish(entry)
             entry.users += 1
-            self._evict()
+            if self._max_bytes is not None and self.statistics.live_bytes > self._max_bytes:
+                self._evict(self._max_bytes)
         device_id = entry.registration.region.device_id
         return RegisteredMemory(memory, device_id, with_device(memory.spans, device_id), entry)
 
@@ -159,7 +161,8 @@ class Registry:
             assert entry.users >= 0, "released more often than acquired"
             if entry.users == 0 and (entry.dead or entry.anchor is None) and not self._closed:
                 self._drop(entry)
-        self.collect()
+        if self._orphans or self._waste:
+            self.collect()
 
     def is_registered(self, memory: Memory) -> bool:
         """Whether `memory` lies in a live registration."""
@@ -199,18 +202,20 @@ class Registry:
             self.statistics.deregistrations += 1
 
     def _find(self, memory: Memory) -> _Entry | None:
-        key = _key(memory)
-        if memory.anchor is None:
-            return self._plain.get(key)
-        slot = _slot(memory)
+        anchor = memory.anchor
+        if anchor is None:
+            return self._plain.get(_key(memory))
+        slot = (id(anchor), memory.kind, memory.device_id)
         entry = self._anchored.get(slot)
         if entry is None:
             return None
+        _, _, base, extent = entry.key
         assert entry.anchor is not None
-        if entry.anchor() is not memory.anchor or entry.key != key:
+        if entry.anchor() is not anchor or base != memory.base or extent != memory.extent:
             self._retire(slot, entry)
             return None
-        self._anchored.move_to_end(slot)
+        if self._max_bytes is not None:
+            self._anchored.move_to_end(slot)
         return entry
 
     def _register(self, memory: Memory) -> _Entry:
@@ -294,13 +299,11 @@ class Registry:
         self.statistics.live -= 1
         self.statistics.live_bytes -= region.nbytes
 
-    def _evict(self) -> None:
-        if self._max_bytes is None or self.statistics.live_bytes <= self._max_bytes:
-            return
+    def _evict(self, max_bytes: int) -> None:
         for slot, entry in list(self._anchored.items()):
             if entry.users == 0:
                 self._retire(slot, entry)
-                if self.statistics.live_bytes <= self._max_bytes:
+                if self.statistics.live_bytes <= max_bytes:
                     return
 
 

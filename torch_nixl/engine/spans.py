@@ -29,6 +29,7 @@ MAX_SPANS = 2**26
 
 _UINT64 = np.dtype(np.uint64)
 _PACK_SPAN = struct.Struct("=QQ").pack
+_PACK_ROW = struct.Struct("=QQQ").pack
 
 EMPTY: Spans = np.empty((0, 2), dtype=_UINT64)
 """No spans at all; read-only."""
@@ -41,6 +42,11 @@ def single(address: int, nbytes: int) -> Spans:
     An array over packed bytes: twice as fast as `np.array`, and read-only from the start.
     """
     return np.ndarray((1, 2), _UINT64, _PACK_SPAN(address, nbytes))
+
+
+def row(address: int, nbytes: int, device_id: int) -> Spans:
+    """Return one span with its device id, ``[1, 3]``, read-only."""
+    return np.ndarray((1, 3), _UINT64, _PACK_ROW(address, nbytes, device_id))
 
 
 def total(spans: Spans) -> int:
@@ -202,6 +208,9 @@ def within(spans: Spans, base: int, extent: int) -> bool:
 
 def with_device(spans: Spans, device_id: int) -> Spans:
     """Return ``[n, 3]`` C-contiguous uint64: the spans and `device_id` in a third column."""
+    if len(spans) == 1:
+        address, nbytes = spans.tolist()[0]
+        return row(address, nbytes, device_id)
     result = np.empty((len(spans), 3), dtype=_UINT64)
     result[:, :2] = spans
     result[:, 2] = device_id

@@ -39,11 +39,14 @@ class OperationTable:
         """Hold an operation until it is released."""
         with self._lock:
             self._all[operation] = None
-            match operation:
-                case PassiveOperation():
-                    self._offers[operation.key] = operation
-                case ActiveOperation():
-                    self._claims[operation.claim] = operation
+            if isinstance(operation, PassiveOperation):
+                self._offers[operation.key] = operation
+            elif isinstance(operation, ActiveOperation):
+                self._claims[operation.claim] = operation
+            elif isinstance(operation, TransferOperation):
+                assert operation.remote is not None
+                operation.remote.flight += 1
+                operation.counted = True
 
     def add_key(self, operation: PassiveOperation, key: bytes) -> None:
         """Let a message that is `key` end an operation."""
@@ -56,19 +59,19 @@ class OperationTable:
         with self._lock:
             if self._all.pop(operation, self) is self:
                 return
-            match operation:
-                case PassiveOperation():
-                    self._offers.pop(operation.key, None)
-                    if operation.foreign_key:
-                        self._keys.pop(operation.foreign_key, None)
-                    self._ended[operation.key] = operation.grant.reason or wire.Reason.UNKNOWN
-                    while len(self._ended) > MAX_ENDED:
-                        self._ended.popitem(last=False)
-                case ActiveOperation():
+            if isinstance(operation, PassiveOperation):
+                self._offers.pop(operation.key, None)
+                if operation.foreign_key:
+                    self._keys.pop(operation.foreign_key, None)
+                self._ended[operation.key] = operation.grant.reason or wire.Reason.UNKNOWN
+                while len(self._ended) > MAX_ENDED:
+                    self._ended.popitem(last=False)
+            elif isinstance(operation, TransferOperation):
+                if operation.counted:
+                    assert operation.remote is not None
+                    operation.remote.flight -= 1
+                if isinstance(operation, ActiveOperation):
                     self._claims.pop(operation.claim, None)
-            if isinstance(operation, TransferOperation) and operation.counted:
-                assert operation.remote is not None
-                operation.remote.flight -= 1
 
     def offer(self, key: bytes) -> PassiveOperation | None:
         return self._offers.get(key)

@@ -18,17 +18,29 @@ from torch_nixl.errors import PeerLostError, TorchNixlError, TransferCancelled, 
 if TYPE_CHECKING:
     from torch_nixl.engine.connection import Connection
     from torch_nixl.engine.offer import OfferedMemory
+    from torch_nixl.engine.progress import Progress
     from torch_nixl.engine.remotes import Remote
 
 PIECE_BYTES = 4 << 20
-"""Most bytes in one post. Over CMA the post copies before it returns, and the agent can't be polled
-meanwhile: 4 MiB take about 0.4 ms."""
+"""Most bytes in one post while other threads poll. Over CMA the post copies before it returns, and
+the agent can't be polled meanwhile: 4 MiB take about 0.6 ms. A piece costs about 25 us besides."""
+
+LONG_PIECE_BYTES = 64 << 20
+"""Most bytes in one post while nobody else polls: a poll that comes then is held up once, and what
+follows is cut shorter."""
 
 PIECE_SPANS = 4096
 """Most spans in one post, for the same reason: about 5 us each when they are scattered."""
 
 WINDOW = 16
 """Most pieces under way. TCP needs several to keep its socket buffers full."""
+
+SHORT_BYTES = 256 << 10
+"""Pieces up to this size don't keep anyone from polling for long."""
+
+POLLS = 4
+"""Polls of a piece in a row. A small one is complete after two or three, each of which is progress:
+to go round the waiter's whole loop between them would take longer than the transfer."""
 
 BURST = 4
 """Most pieces posted before others get their turn at the agent."""
@@ -38,6 +50,9 @@ Piece = tuple[MemoryKind, Spans, MemoryKind, Spans]
 
 class TransferOperation(Operation):
     """Moves bytes between registered memory and a remote's.
+
+    Args:
+        frame: Kind and body of a frame to send once all bytes are visible to the remote.
 
     Attributes:
         counted: Whether it is counted in its remote's `flight`.
@@ -51,8 +66,10 @@ class TransferOperation(Operation):
         "_attending",
         "_direction",
         "_flight",
+        "_frame",
         "_message",
         "_pieces",
+        "_spent",
         "_stopping",
         "counted",
         "moved_nbytes",
@@ -66,16 +83,18 @@ class TransferOperation(Operation):
         local: Sequence[RegisteredMemory],
         remote_memories: Sequence[OfferedMemory],
         *,
-        message: bytes = b"",
+        frame: tuple[int, bytes] | None = None,
         name: str = "",
         deadline: float | None = None,
     ) -> None:
         super().__init__(connection, name or direction.value, local, deadline)
         self.remote = remote
         self._direction = direction
-        self._pieces: Iterator[Piece] | None = plan(local, remote_memories)
+        self._pieces: Iterator[Piece] | None = plan(connection.progress, local, remote_memories)
         self._flight: deque[tuple[Transfer, int]] = deque()
-        self._message = message
+        self._frame = frame
+        self._message = b""
+        self._spent: list[Transfer] = []
         self._stopping = False
         self._attending = threading.Lock()
         self.counted = False
@@ -87,6 +106,11 @@ class TransferOperation(Operation):
         try:
             return self._advance()
         finally:
+            if self._spent:
+                # Only now: whoever waits for the end waits for neither side's housekeeping.
+                for transfer in self._spent:
+                    self._connection.adapter.release(transfer)
+                self._spent.clear()
             self._attending.release()
 
     def _advance(self) -> bool:
@@ -96,11 +120,15 @@ class TransferOperation(Operation):
         moved = False
         try:
             # In order of posting: they complete in that order but for rare exceptions.
-            while flight and adapter.poll(flight[0][0]):
-                transfer, nbytes = flight.popleft()
-                adapter.release(transfer)
-                self.moved_nbytes += nbytes
-                moved = True
+            polls = POLLS if flight else 0
+            while polls and flight:
+                if adapter.poll(flight[0][0]):
+                    transfer, nbytes = flight.popleft()
+                    self._spent.append(transfer)
+                    self.moved_nbytes += nbytes
+                    moved = True
+                else:
+                    polls -= 1
             posted = 0
             while self._pieces is not None and len(flight) < WINDOW and posted < BURST:
                 if self._stopping:
@@ -118,14 +146,20 @@ class TransferOperation(Operation):
                 posted += 1
                 moved = True
                 nbytes = spans.total(local)
+                if nbytes > SHORT_BYTES:
+                    self._connection.progress.let_poll()
                 flight.append((transfer, nbytes))
                 if adapter.post(transfer):
                     flight.pop()
-                    adapter.release(transfer)
+                    self._spent.append(transfer)
                     self.moved_nbytes += nbytes
         except TorchNixlError as error:
             self._break(error)
             return True
+        if self._frame is not None and not self._message:
+            # While the bytes are under way.
+            assert self.remote is not None
+            self._message = self._connection.codec.pack_raw(*self._frame, to=self.remote.name)
         if self._pieces is None and not flight:
             self._settle()
             return True
@@ -143,7 +177,7 @@ class TransferOperation(Operation):
                     continue
             except TorchNixlError:
                 pass  # It is final, which is all that matters: the first error is reported.
-            adapter.release(transfer)
+            self._spent.append(transfer)
         self._stopping = True
         if isinstance(error, PeerLostError) and self.remote is not None:
             self._connection.contacts.lose(self.remote, error)
@@ -187,7 +221,9 @@ class TransferOperation(Operation):
         super().abort(error)
 
 
-def plan(local: Sequence[RegisteredMemory], remote: Sequence[OfferedMemory]) -> Iterator[Piece]:
+def plan(
+    progress: Progress, local: Sequence[RegisteredMemory], remote: Sequence[OfferedMemory]
+) -> Iterator[Piece]:
     """Pair local memories with a remote's and cut them into pieces.
 
     Neighbouring memories of the same kinds share pieces, so that a tree of small tensors costs
@@ -196,12 +232,10 @@ def plan(local: Sequence[RegisteredMemory], remote: Sequence[OfferedMemory]) -> 
     Raises:
         TransferError: The two sides differ in number or size. Checked before the first piece.
     """
-    if len(local) == len(remote) == 1:
-        nbytes = local[0].memory.nbytes
-        if nbytes == remote[0].nbytes <= PIECE_BYTES and len(remote[0].spans) == 1:
-            ours = local[0].spans
-            if len(ours) == 1:
-                return iter(((local[0].memory.kind, ours, remote[0].kind, remote[0].spans),))
+    if len(local) == len(remote) == 1 and local[0].memory.nbytes == remote[0].nbytes:
+        ours, theirs = local[0].spans, remote[0].spans
+        if len(ours) == len(theirs) == 1:
+            return _dense(progress, local[0].memory.kind, ours, remote[0].kind, theirs)
     if len(local) != len(remote) or any(
         mine.memory.nbytes != theirs.nbytes for mine, theirs in zip(local, remote, strict=True)
     ):
@@ -210,6 +244,27 @@ def plan(local: Sequence[RegisteredMemory], remote: Sequence[OfferedMemory]) -> 
             f"remote memory of {[theirs.nbytes for theirs in remote]} bytes"
         )
     return _pieces(local, remote)
+
+
+def _dense(
+    progress: Progress, kind: MemoryKind, ours: Spans, remote_kind: MemoryKind, theirs: Spans
+) -> Iterator[Piece]:
+    """The common case, one span on each side: no numpy between the posts, whose caches it costs."""
+    [[address, nbytes, device_id]] = ours.tolist()
+    if nbytes <= PIECE_BYTES:
+        yield kind, ours, remote_kind, theirs
+        return
+    [[remote_address, _, remote_device_id]] = theirs.tolist()
+    start = 0
+    while start < nbytes:
+        size = min(PIECE_BYTES if progress.contended else LONG_PIECE_BYTES, nbytes - start)
+        yield (
+            kind,
+            spans.row(address + start, size, device_id),
+            remote_kind,
+            spans.row(remote_address + start, size, remote_device_id),
+        )
+        start += size
 
 
 def _pieces(local: Sequence[RegisteredMemory], remote: Sequence[OfferedMemory]) -> Iterator[Piece]:
