@@ -8,8 +8,11 @@ means that this process ended it, *lost* that the other side or the network did.
 from __future__ import annotations
 
 
-class TorchNixlError(Exception):
-    """Base of all errors below. Catch it to catch whatever a transfer can end with."""
+class TorchNixlError(RuntimeError):
+    """Base of all errors below. Catch it to catch whatever a transfer can end with.
+
+    A RuntimeError, since that is what code written for dynamo's nixl_connect or for c10d catches.
+    """
 
 
 class ClosedError(TorchNixlError):

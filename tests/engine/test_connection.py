@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from torch_nixl.engine.adapter import Direction, MemoryKind
+from torch_nixl.engine.adapter import Adapter, Direction, MemoryKind
 from torch_nixl.engine.connection import Connection
 from torch_nixl.engine.memory import address_memory, as_memory, tensor_memory
+from torch_nixl.engine.nixl import NixlAdapter
 from torch_nixl.errors import (
     ClosedError,
     LeaseExpired,
@@ -29,7 +30,7 @@ Make = Callable[..., Connection]
 
 
 @pytest.fixture
-def make(adapter_factory: Callable[[str], object]) -> Iterator[Make]:
+def make(adapter_factory: Callable[[str], Adapter]) -> Iterator[Make]:
     made: list[Connection] = []
 
     def make(name: str = "w", **options: object) -> Connection:
@@ -37,6 +38,7 @@ def make(adapter_factory: Callable[[str], object]) -> Iterator[Make]:
         made.append(connection)
         return connection
 
+    make.adapter_factory = adapter_factory  # type: ignore[attr-defined]
     yield make
     for connection in made:
         connection.abort()
@@ -233,9 +235,11 @@ def test_close_and_abort_are_idempotent_and_fail_what_is_outstanding(make: Make)
     owner.close()
 
 
-def test_a_thousand_operations_in_flight_all_end(pair: tuple[Connection, Connection]) -> None:
+def test_many_operations_in_flight_all_end(pair: tuple[Connection, Connection]) -> None:
     owner, reader = pair
-    sources = torch.arange(1000 * 16).view(1000, 16)
+    # The fake goes through all transfers under way at each poll.
+    count = 1000 if isinstance(owner.adapter, NixlAdapter) else 100
+    sources = torch.arange(count * 16).view(count, 16)
     targets = torch.zeros_like(sources)
     exposed = [owner.expose(READ, [tensor_memory(row)]) for row in sources]
     active = [
@@ -363,3 +367,61 @@ def test_statistics_count_what_happened(pair: tuple[Connection, Connection]) -> 
     assert figures.registrations == 1
     assert figures.cache_hits == 2
     assert figures.failures == {}
+
+
+def test_threads_that_hammer_one_connection_in_every_way(make: Make) -> None:
+    """Poll, post, register, meet peers and lose them, all at once, on one Connection."""
+    hub = make("hub")
+    stop = threading.Event()
+    failures: list[Exception] = []
+    source = torch.randint(0, 255, (1 << 16,), dtype=torch.uint8)
+
+    def in_thread(work: Callable[[], None]) -> threading.Thread:
+        def run() -> None:
+            try:
+                while not stop.is_set():
+                    work()
+            except Exception as error:  # noqa: BLE001 - shown by the test
+                failures.append(error)
+                stop.set()
+
+        return threading.Thread(target=run)
+
+    def poll() -> None:
+        hub.progress.step()
+
+    def register() -> None:
+        held = [hub.register(tensor_memory(torch.zeros(100))) for _ in range(20)]
+        for one in held:
+            hub.registry.release(one)
+
+    def meet() -> None:
+        with Connection(adapter_of(make), timeout=20.0) as peer:
+            target = torch.zeros_like(source)
+            exposed = hub.expose(READ, [tensor_memory(source)])
+            peer.claim(exposed.offer(), [tensor_memory(target)]).wait()
+            exposed.wait()
+            assert torch.equal(source, target)
+
+    def own() -> None:
+        target = torch.zeros_like(source)
+        exposed = hub.expose(READ, [tensor_memory(source)])
+        hub.claim(exposed.offer(), [tensor_memory(target)]).wait()
+        exposed.wait()
+        assert torch.equal(source, target)
+
+    threads = [in_thread(work) for work in (poll, poll, register, register, meet, own, own)]
+    for thread in threads:
+        thread.start()
+    stop.wait(3)
+    stop.set()
+    for thread in threads:
+        thread.join(30)
+    assert not any(thread.is_alive() for thread in threads)
+    assert not failures
+    assert hub.statistics().failures == {}
+
+
+def adapter_of(make: Make) -> Adapter:
+    """A further agent that the test closes by itself."""
+    return make.adapter_factory("peer")  # type: ignore[attr-defined, no-any-return]

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from torch_nixl._testing.rank_worker import Rank
+from torch_nixl.engine import transfer
 from torch_nixl.engine.adapter import Direction
 from torch_nixl.engine.connection import Connection
 from torch_nixl.engine.memory import tensor_memory
@@ -31,6 +32,11 @@ TRANSPORTS = pytest.mark.parametrize("transport", ["cma", "tcp"])
 def environment(transport: str) -> dict[str, str]:
     quiet = {"NIXL_LOG_LEVEL": "FATAL", "UCX_LOG_LEVEL": "fatal"}
     return {**quiet, "UCX_TLS": "tcp,self"} if transport == "tcp" else quiet
+
+
+def in_small_pieces() -> None:
+    """Have transfers take many posts, so that there is a middle to be killed in."""
+    transfer.LONG_PIECE_BYTES = transfer.PIECE_BYTES
 
 
 def put(store: dist.Store, key: str, value: object) -> None:
@@ -79,6 +85,7 @@ def reads_from_an_owner_that_is_killed_before_contact(rank: Rank) -> None:
 
 
 def reads_from_an_owner_that_is_killed_in_mid_transfer(rank: Rank) -> None:
+    in_small_pieces()
     store = rank.store()
     connection = Connection.open("w", timeout=20)
     source = torch.ones(NBYTES, dtype=torch.uint8)
@@ -104,6 +111,7 @@ def reads_from_an_owner_that_is_killed_in_mid_transfer(rank: Rank) -> None:
 
 
 def exposes_to_a_reader_that_is_killed_in_mid_transfer(rank: Rank) -> None:
+    in_small_pieces()
     store = rank.store()
     connection = Connection.open("w", timeout=20)
     memory = torch.zeros(NBYTES, dtype=torch.uint8)
@@ -196,6 +204,7 @@ def reads_from_an_owner_that_is_stopped(rank: Rank) -> None:
 
 
 def exposes_to_a_reader_that_is_stopped(rank: Rank) -> None:
+    in_small_pieces()
     store = rank.store()
     connection = Connection.open("w", timeout=20)
     memory = torch.zeros(NBYTES, dtype=torch.uint8)

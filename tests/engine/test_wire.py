@@ -123,7 +123,7 @@ def test_raw_frames_carry_bodies_of_other_layers(
 def test_layout_is_the_documented_one() -> None:
     data = codec().pack(wire.Done(KEY, 0x0102030405060708, wire.Outcome.FAILED, "ab"))
     assert len(data) == 48 + 27
-    assert data[:32].hex() == "544e0109000000001b0000000000000005000000000000000100000000000000"
+    assert data[:32].hex() == "544e0109000000001b0000000000000005000000000000000000000000000000"
     assert data[36:48] == bytes(12)
     assert data[48:] == KEY + bytes([8, 7, 6, 5, 4, 3, 2, 1, 2]) + b"ab"
 

@@ -61,6 +61,7 @@ class ActiveOperation(TransferOperation):
     def on_granted(self, frame: wire.Granted) -> None:
         if self._phase is _Phase.CLAIMING and frame.key == self._offer.key:
             self._phase = _Phase.MOVING
+            self.ring()
             self._connection.progress.kick()
 
     def on_refused(self, frame: wire.Refuse) -> None:
@@ -120,6 +121,12 @@ class ActiveOperation(TransferOperation):
             # has then arrived before anything that it wrote afterwards could be read.
             self._connection.progress.sweep()
         self._finish(None)
+        self._tell_owner()
+        self._release()
+        self._release_spent()
+
+    def _tell_owner(self) -> None:
+        """Say how it ended: from now on this side touches the owner's memory no more."""
         if self._phase is not _Phase.LEARNING:
             assert self.remote is not None
             outcome, text = _outcome(self._error)
@@ -129,7 +136,6 @@ class ActiveOperation(TransferOperation):
                 )
             elif outcome is wire.Outcome.COMPLETE:
                 self._connection.contacts.send_raw(self.remote, self._offer.key)
-        self._release()
 
 
 def refusal(what: str, frame: wire.Refuse) -> TorchNixlError:

@@ -239,6 +239,10 @@ class Adapter(Protocol):
         """Free a transfer. One that is under way is NOT aborted: bytes keep landing."""
         ...
 
+    def disown(self) -> None:
+        """Never enter the library again, not even to free anything: for forked children."""
+        ...
+
     def close(self) -> None:
         """Destroy the agent. The only call that stops transfers posted by this agent."""
         ...

@@ -13,8 +13,10 @@ finalizer, a forked child, or a thread that outlives the interpreter.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
+import math
 import os
 import secrets
 import threading
@@ -52,6 +54,9 @@ log = logging.getLogger("torch_nixl.connection")
 
 DEFAULT_TIMEOUT = 300.0
 """Seconds after which an operation times out unless told otherwise."""
+
+ABORT_SECONDS = 5.0
+"""How long `abort` waits for threads that are moving bytes: a post takes milliseconds."""
 
 _numbers = itertools.count(1)
 
@@ -96,6 +101,7 @@ class Connection:
         self._dispatcher = Dispatcher(self)
         self._claim_numbers = itertools.count(1)
         self._reachable = False
+        self.closing = False
         self._closed: str = ""
         self.progress = Progress(self, adapter.name)
         host.watch(self)
@@ -165,6 +171,7 @@ class Connection:
         One blob with the connection, if asked for, then one for each kind of memory.
         """
         self._reachable = True
+        self.progress.kick()
         blobs = [self.contacts.own_blob] if connection else []
         by_kind: dict[MemoryKind, dict[int, Registration]] = {}
         for held in memories:
@@ -186,6 +193,7 @@ class Connection:
             ValueError: The memories are of several kinds, which one blob can't hold.
         """
         self._reachable = True
+        self.progress.kick()
         registrations: dict[int, Registration] = {}
         for held in memories:
             if held.entry is not None:
@@ -209,7 +217,8 @@ class Connection:
         Args:
             direction: What the peer may do: read or write.
             memories: What it may touch.
-            timeout: Seconds until the offer lapses; the Connection's by default.
+            timeout: Seconds until the offer lapses; `math.inf` for never; the Connection's by
+                default.
             public: Also register for peers that know only device id 0.
 
         Raises:
@@ -217,9 +226,10 @@ class Connection:
             RegistrationError: NIXL refused the memory.
             ClosedError: The connection is closed.
         """
+        deadline = self._deadline(timeout)
         held = self._hold(memories, target=direction is Direction.WRITE, public=public)
-        operation = PassiveOperation(self, direction, held, deadline=self._deadline(timeout))
-        self.operations.add(operation)
+        operation = PassiveOperation(self, direction, held, deadline=deadline)
+        self._start(operation)
         self.progress.kick()
         return operation
 
@@ -233,7 +243,7 @@ class Connection:
         Args:
             offer: From the peer, over whatever channel.
             memories: Pairwise as large as the offer's.
-            timeout: Seconds; the Connection's by default.
+            timeout: Seconds; `math.inf` for no limit; the Connection's by default.
 
         Raises:
             TransferError: Number or sizes differ from what is offered.
@@ -243,25 +253,30 @@ class Connection:
             PeerLostError: The owner can't be reached.
             ClosedError: The connection is closed.
         """
+        deadline = self._deadline(timeout)
         held = self._hold(memories, target=offer.direction is Direction.READ)
         try:
             remote = self.contact(offer.owner, offer.metadata[0])
             number = next(self._claim_numbers)
-            operation = ActiveOperation(
-                self, remote, offer, held, claim=number, deadline=self._deadline(timeout)
-            )
+            operation = ActiveOperation(self, remote, offer, held, claim=number, deadline=deadline)
         except BaseException:
             self._drop(held)
             raise
-        self.operations.add(operation)
+        self._start(operation)
         operation.attend()
         self.progress.kick()
         return operation
 
+    def _start(self, operation: Operation) -> None:
+        try:
+            self.operations.add(operation)
+        except ClosedError as error:
+            operation.abort(error)
+            raise
+
     def transfer(self, operation: TransferOperation) -> None:
         """Start an operation that a protocol above has been granted by its own rules."""
-        self._check_open()
-        self.operations.add(operation)
+        self._start(operation)
         operation.attend()
         if not operation.done:
             self.progress.kick()
@@ -288,7 +303,11 @@ class Connection:
 
     def _deadline(self, timeout: float | None) -> float | None:
         seconds = self.timeout if timeout is None else timeout
-        return None if seconds is None else time.monotonic() + seconds
+        if seconds is None or seconds == math.inf:
+            return None
+        if not seconds >= 0:
+            raise ValueError(f"timeout={seconds}: expected seconds, 0 or more")
+        return time.monotonic() + seconds
 
     # Remotes.
 
@@ -338,42 +357,37 @@ class Connection:
     def advance(self) -> bool:
         """Advance operations that no thread attends; return whether anything moved."""
         moved = False
-        for operation in self.operations.all():
+        for operation in list(self.operations.transfers):
             if not operation.attended:
                 moved |= operation.attend()
         return moved
 
     def tick(self, now: float) -> None:
         """Look at deadlines, silent remotes and what is left of lost ones."""
-        waited_for: set[Remote] = set()
-        for operation in self.operations.all():
-            overdue = operation.deadline is not None and now >= operation.deadline
-            if overdue and not operation.done and not operation.attended:
-                operation.expire()
-            if operation.done and isinstance(operation, PassiveOperation):
-                operation.check_quarantine()
-            if operation.remote is not None and not operation.released:
-                waited_for.add(operation.remote)
-        for remote in waited_for:
-            self.contacts.watch(remote, now)
-        self.contacts.sweep()
+        for operation in self.operations.overdue(now):
+            operation.expire()
+        waited_for = {
+            remote
+            for operation in (*self.operations.transfers, *self.operations.busy)
+            if (remote := operation.remote) is not None
+        }
+        for exposed in list(self.operations.busy):
+            if exposed.done:
+                exposed.check_quarantine()
+        self.contacts.look_after(now, waited_for)
         self.registry.collect()
 
     def poll_interval(self) -> float | None:
         """Longest sleep between two polls that what is outstanding allows."""
+        operations = self.operations
+        if operations.watched:
+            return WAIT_SECONDS
+        if any(not one.done for one in (*operations.transfers, *operations.busy)):
+            return WAIT_SECONDS
+        if len(operations):
+            return EXPOSED_SECONDS
         # Once metadata has left, a stranger may knock at any time, and is owed an answer.
-        interval: float | None = IDLE_SECONDS if self._reachable or len(self.contacts) else None
-        for operation in self.operations.all():
-            if operation.watched:
-                return WAIT_SECONDS
-            offered = (
-                isinstance(operation, PassiveOperation)
-                and operation.grant.state is GrantState.OFFERED
-            )
-            if not operation.done and not offered:
-                return WAIT_SECONDS
-            interval = EXPOSED_SECONDS
-        return interval
+        return IDLE_SECONDS if self._reachable or len(self.contacts) else None
 
     def crash(self, error: BaseException) -> None:
         self.abort(f"its progress thread failed: {error!r}")
@@ -383,24 +397,35 @@ class Connection:
     def close(self, timeout: float = 5.0) -> None:
         """End gracefully: withdraw what is offered, let what is granted end, tell the remotes.
 
-        Idempotent. What has not ended after `timeout` seconds is aborted.
+        Idempotent. Nobody may call it from a signal handler: it takes locks.
+
+        Args:
+            timeout: Seconds after which what has not ended is aborted.
         """
         if self._closed:
             return
+        self.closing = True
         deadline = time.monotonic() + timeout
         for operation in self.operations.all():
             if isinstance(operation, PassiveOperation):
                 if operation.grant.state is GrantState.OFFERED:
                     operation.cancel()
-        self.progress.wait_until(lambda: not len(self.operations), deadline)
-        self.contacts.say_bye()
+        with contextlib.suppress(ClosedError):  # Another thread has aborted it meanwhile.
+            ended = self.progress.wait_until(
+                lambda: all(operation.quarantined for operation in self.operations.all()),
+                deadline,
+            )
+            if ended:
+                # Peers take it as proof that we touch their memory no more.
+                self.contacts.say_bye()
         self.abort("it was closed")
 
     def abort(self, why: str = "it was aborted") -> None:
         """End at once: destroy the agent and fail everything that has not ended. Idempotent.
 
         Memory that a live peer was granted is never given back to the allocator: the peer may
-        still touch it, and nothing can stop it.
+        still touch it, and nothing can stop it. The same goes for memory of our own that a
+        thread is still moving after `ABORT_SECONDS`. Nobody may call it from a signal handler.
         """
         with self.lock:
             if self._closed:
@@ -408,9 +433,16 @@ class Connection:
             self._closed = why
         host.unwatch(self)
         self.progress.stop()
-        operations = self.operations.all()
+        operations = self.operations.close()
+        # A thread that is inside a post moves bytes until it returns, agent or not.
+        deadline = time.monotonic() + ABORT_SECONDS
         for operation in operations:
-            if isinstance(operation, PassiveOperation) and operation.touchable:
+            safe = (
+                not operation.touchable
+                if isinstance(operation, PassiveOperation)
+                else operation.hold(deadline - time.monotonic())
+            )
+            if not safe:
                 host.keep_for_ever(operation.memories)
         self.adapter.close()
         self.registry.close()
@@ -421,7 +453,7 @@ class Connection:
     def disown(self) -> None:
         """Never touch the library again: this is a forked child, and the agent the parent's."""
         self._closed = "this process was forked; make a connection of its own"
-        host.keep_for_ever(self.adapter)
+        self.adapter.disown()
 
     def _check_open(self) -> None:
         if self._closed:

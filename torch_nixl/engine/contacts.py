@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import secrets
 import threading
-from collections.abc import Sequence
+import time
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from torch_nixl.engine import host, path, wire
 from torch_nixl.engine.blob import BlobInfo
 from torch_nixl.engine.envelope import seal, unseal
 from torch_nixl.engine.remotes import Contact, Remote
-from torch_nixl.errors import MetadataError, PeerLostError
+from torch_nixl.errors import ClosedError, MetadataError, PeerLostError, TorchNixlError
 
 if TYPE_CHECKING:
     from torch_nixl.engine.connection import Connection
@@ -26,6 +27,22 @@ PING_SECONDS = 0.25
 MAX_PING_SECONDS = 30.0
 """Longest interval between two pings of a silent remote."""
 
+CENSUS_SECONDS = 5.0
+"""Interval between two looks at remotes that nobody waits for, to let go of the dead."""
+
+OFF_HOST_SECONDS = 600.0
+"""How long after its loss a peer on another host may still touch memory that it was granted.
+Nothing proves from here that it died, and the connection it writes through may outlive ours."""
+
+MAX_REMOTES = 16384
+"""Remotes that strangers may make us remember by greeting us."""
+
+MAX_ESTRANGED = 1024
+"""Lost remotes whose metadata is kept, to answer them if they live after all."""
+
+RECONTACT_SECONDS = 1.0
+"""Least time between the loss of a remote and its being contacted because it was heard again."""
+
 
 class Contacts:
     """The remotes of one connection."""
@@ -37,6 +54,8 @@ class Contacts:
         self._contacting = threading.Lock()
         self._remotes: dict[str, Remote] = {}
         self._lingering: list[Remote] = []
+        self._estranged: OrderedDict[str, Remote] = OrderedDict()
+        self._next_census = 0.0
         self.identity = host.identity()
         self.own_blob = self._adapter.metadata([], connection=True)
 
@@ -57,7 +76,10 @@ class Contacts:
             remote = self._remotes.get(name)
             if remote is not None:
                 return remote
-            self.sweep(name)
+            if self._sweep(name):
+                raise PeerLostError(
+                    f"{name} was lost, and transfers to it are still to end", remote=name
+                )
             remote = Remote(name, Contact.FOREIGN if foreign else Contact.GREETING, connection_blob)
             if name == self._adapter.name:
                 remote.contact = Contact.READY
@@ -98,6 +120,13 @@ class Contacts:
         info = self._adapter.inspect(blob)
         if info.agent != sender:
             raise MetadataError(f"HELLO from {sender} with metadata of {info.agent}")
+        if not frame.min_version <= wire.VERSION <= frame.max_version:
+            raise MetadataError(
+                f"{sender} speaks versions {frame.min_version} to {frame.max_version}, "
+                f"this process {wire.VERSION}"
+            )
+        if len(self._remotes) >= MAX_REMOTES and sender not in self._remotes:
+            raise MetadataError(f"HELLO from one agent too many: {MAX_REMOTES} are known")
         answer = wire.HelloAck(frame.nonce, secrets.token_bytes(16), self.identity)
         # Twice, if need be: the peer may have made its connection anew, and only our first answer
         # shows that the old one broke.
@@ -134,16 +163,17 @@ class Contacts:
         if remote.lost_error is not None:
             raise PeerLostError(str(remote.lost_error), remote=remote.name)
         wanted = [] if remote.name == self._adapter.name else list(zip(blobs, infos, strict=True))
-        with self._lock:
+        with remote.learning:
             crowded = any(
                 not remote.knows(info) and not remote.has_room(info) for _, info in wanted
             )
-            if crowded and remote.flight:
-                return False
-            remote.flight += 1
-        try:
+            if crowded or remote.crowded:
+                # What the library was told can only be forgotten as a whole, and only while
+                # nothing is under way. Newcomers wait, too, or that moment might never come.
+                remote.crowded = remote.flight > 0
+                if remote.crowded:
+                    return False
             if crowded:
-                # What it was told can only be forgotten as a whole.
                 self._connection.counters.relearned += 1
                 self._adapter.remove_remote(remote.name)
                 remote.forget_regions()
@@ -154,10 +184,8 @@ class Contacts:
                 if info.sections and not remote.knows(info):
                     self._adapter.add_remote(blob)
                     remote.learn(info)
-        except BaseException:
             with self._lock:
-                remote.flight -= 1
-            raise
+                remote.flight += 1
         return True
 
     def lose(self, remote: Remote, error: BaseException) -> None:
@@ -166,11 +194,16 @@ class Contacts:
             if remote.lost_error is not None:
                 return
             remote.lost_error = error
+            remote.lost_at = time.monotonic()
             remote.contact = Contact.LOST
             if self._remotes.get(remote.name) is remote:
                 del self._remotes[remote.name]
             if remote.name != self._adapter.name:
                 self._lingering.append(remote)
+                if not remote.closed:
+                    self._estranged[remote.name] = remote
+                    while len(self._estranged) > MAX_ESTRANGED:
+                        self._estranged.popitem(last=False)
         self._connection.counters.lost += 1
         log.info("lost %s: %s", remote.name, error)
         for operation in self._connection.operations.all():
@@ -180,14 +213,56 @@ class Contacts:
                 )
         self._connection.progress.kick()
 
-    def sweep(self, name: str = "") -> None:
+    def hear_again(self, name: str, now: float) -> Remote | None:
+        """Contact a lost remote anew because a frame of it came: it lives, and may wait for us.
+
+        Returns:
+            None if it isn't one, or was lost only just now.
+        """
+        lost = self._estranged.get(name)
+        if lost is None or lost.identity is None or now - lost.lost_at < RECONTACT_SECONDS:
+            return None
+        try:
+            remote = self.contact(name, lost.connection_blob)
+        except (PeerLostError, MetadataError) as error:
+            log.info("can't contact %s again: %s", name, error)
+            return None
+        with self._lock:
+            self._estranged.pop(name, None)
+        remote.identity = lost.identity
+        return remote
+
+    def look_after(self, now: float, waited_for: Iterable[Remote]) -> None:
+        """Ping those that someone waits for, and let go of the dead. Called by the driver."""
+        for remote in waited_for:
+            self._watch(remote, now)
+        if now >= self._next_census:
+            self._next_census = now + CENSUS_SECONDS
+            for remote in list(self._remotes.values()):
+                self._take_census(remote, now)
+        # A thread that is making contact sweeps by itself.
+        if self._lingering and self._contacting.acquire(blocking=False):
+            try:
+                self._sweep("")
+            finally:
+                self._contacting.release()
+
+    def _take_census(self, remote: Remote, now: float) -> None:
+        identity = remote.identity
+        if identity is None or remote.name == self._adapter.name:
+            return
+        if identity.host != self.identity.host:
+            if now - remote.heard_at > MAX_PING_SECONDS:
+                self._watch(remote, now)
+        elif not host.is_alive(identity):
+            error = PeerLostError(f"the process of {remote.name} has ended", remote=remote.name)
+            self.lose(remote, error)
+
+    def _sweep(self, name: str) -> bool:
         """Have the library forget lost remotes once nothing is under way to them.
 
-        Raises:
-            PeerLostError: The remote called `name` is lost, and something still is.
+        Holds `_contacting`. Returns whether the one of that name can't be forgotten yet.
         """
-        if not self._lingering:
-            return
         with self._lock:
             ready = [remote for remote in self._lingering if remote.flight == 0]
             self._lingering = [remote for remote in self._lingering if remote.flight != 0]
@@ -195,22 +270,20 @@ class Contacts:
         for remote in ready:
             self._adapter.remove_remote(remote.name)
             self._connection.codec.forget(remote.name)
-        if waiting:
-            raise PeerLostError(
-                f"{name} was lost, and transfers to it are still to end", remote=name
-            )
+        return waiting
 
     def is_gone(self, remote: Remote) -> bool:
         """Whether a remote is certain not to touch our memory any more.
 
-        It said so itself; or its process is dead, on this host; or, on another host, the
-        connection broke over which alone it could.
+        It said so itself; or its process is dead, on this host; or, on another host, it was lost
+        so long ago that whatever it sent has arrived or never will.
         """
         if remote.closed:
             return True
         identity = remote.identity
         if identity is None or identity.host != self.identity.host:
-            return remote.lost_error is not None
+            lost = remote.lost_error is not None
+            return lost and time.monotonic() - remote.lost_at > OFF_HOST_SECONDS
         return not host.is_alive(identity)
 
     def path(self, remote: Remote) -> str:
@@ -222,25 +295,40 @@ class Contacts:
             return path.NETWORK
         return path.same_host_path(identity.pid, remote.some_address())
 
-    def watch(self, remote: Remote, now: float) -> None:
+    def _watch(self, remote: Remote, now: float) -> None:
         """Ping a silent remote: the library tells of a death only to those who send."""
         if remote.contact not in (Contact.GREETING, Contact.READY):
             return
         if remote.name == self._adapter.name:
             return
-        silence = now - remote.heard_at
         limit = self._connection.peer_timeout
-        if limit is not None and silence > limit and remote.pinged_at:
-            why = f"{remote.name} has been silent for {silence:.1f} s (peer_timeout={limit})"
+        since = remote.silent_since
+        if limit is not None and since is not None and now - since > limit:
+            why = f"{remote.name} has not answered for {now - since:.1f} s (peer_timeout={limit})"
             self.lose(remote, PeerLostError(why, remote=remote.name))
-        elif silence > PING_SECONDS and now - remote.pinged_at > remote.ping_after:
+        elif now - remote.heard_at > PING_SECONDS and now - remote.pinged_at > remote.ping_after:
             remote.pinged_at = now
+            remote.silent_since = since or now
             remote.ping_after = min(max(PING_SECONDS, remote.ping_after * 2), MAX_PING_SECONDS)
             self.send(remote, wire.Ping(secrets.randbits(64)))
 
     def send(self, remote: Remote, frame: wire.Frame) -> None:
         """Send a frame; a lost peer is noted, not raised: whoever waits for it is told."""
-        self.send_raw(remote, self._connection.codec.pack(frame, to=remote.name))
+        codec = self._connection.codec
+        if codec.unnumbered:
+            self.send_raw(remote, codec.pack(frame, to=remote.name))
+        else:
+            with remote.sending:
+                self.send_raw(remote, codec.pack(frame, to=remote.name))
+
+    def send_body(self, remote: Remote, kind: int, body: bytes) -> None:
+        """Send a frame of a protocol above, as `send` does."""
+        codec = self._connection.codec
+        if codec.unnumbered:
+            self.send_raw(remote, codec.pack_raw(kind, body, to=remote.name))
+        else:
+            with remote.sending:
+                self.send_raw(remote, codec.pack_raw(kind, body, to=remote.name))
 
     def send_raw(self, remote: Remote, data: bytes) -> None:
         """Send packed bytes as `send` does."""
@@ -248,7 +336,9 @@ class Contacts:
             return
         try:
             self._adapter.notify(remote.name, data)
-        except PeerLostError as error:
+        except ClosedError:
+            pass  # Another thread has aborted the connection: everything ends with that.
+        except TorchNixlError as error:
             self.lose(remote, error)
 
     def say_bye(self) -> None:
@@ -256,5 +346,4 @@ class Contacts:
         for remote in list(self._remotes.values()):
             if remote.contact in (Contact.GREETING, Contact.READY):
                 if remote.name != self._adapter.name:
-                    with contextlib.suppress(MetadataError):
-                        self.send(remote, wire.Bye("closed"))
+                    self.send(remote, wire.Bye("closed"))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from torch_nixl.engine import wire
 from torch_nixl.engine.remotes import Remote
-from torch_nixl.errors import MetadataError, PeerLostError
+from torch_nixl.errors import ClosedError, MetadataError, PeerLostError
 
 if TYPE_CHECKING:
     from torch_nixl.engine.connection import Connection
@@ -31,6 +32,7 @@ class Dispatcher:
         self._operations = connection.operations
         self._handlers: dict[int, FrameHandler] = {}
         self._warned: set[str] = set()
+        self._arrived: deque[tuple[str, bytes]] = deque()
 
     def route(self, kind: int, handler: FrameHandler) -> None:
         """Have frames of a protocol above handled."""
@@ -40,22 +42,34 @@ class Dispatcher:
     def poll(self) -> bool:
         """Take in what has arrived; return whether anything had."""
         arrived = self._connection.adapter.drain()
-        if not arrived:
+        if arrived:
+            self._arrived.extend(arrived)
+        elif not self._arrived:
             return False
         now = time.monotonic()
-        counters = self._connection.counters
-        for sender, data in arrived:
-            counters.frames_received += 1
-            try:
-                self._dispatch(sender, data, now)
-            except MetadataError as error:
-                counters.frames_refused += 1
-                # Who sends garbage may send much of it.
-                known = sender in self._warned or len(self._warned) >= MAX_WARNED
-                self._warned.add(sender)
-                level = logging.DEBUG if known else logging.WARNING
-                log.log(level, "refused %d bytes from %s: %s", len(data), sender, error)
+        # What is left when a handler is interrupted is handled by the next poll.
+        while self._arrived:
+            self._take_in(*self._arrived.popleft(), now)
         return True
+
+    def _take_in(self, sender: str, data: bytes, now: float) -> None:
+        counters = self._connection.counters
+        counters.frames_received += 1
+        try:
+            self._dispatch(sender, data, now)
+        except MetadataError as error:
+            counters.frames_refused += 1
+            # Who sends garbage may send much of it.
+            known = sender in self._warned or len(self._warned) >= MAX_WARNED
+            self._warned.add(sender)
+            level = logging.DEBUG if known else logging.WARNING
+            log.log(level, "refused %d bytes from %s: %s", len(data), sender, error)
+        except ClosedError:
+            raise
+        except Exception:
+            # One frame that a handler chokes on must not cost those behind it.
+            counters.frames_refused += 1
+            log.exception("a frame of %d bytes from %s could not be handled", len(data), sender)
 
     def _dispatch(self, sender: str, data: bytes, now: float) -> None:
         if not data.startswith(wire.MAGIC):
@@ -67,7 +81,7 @@ class Dispatcher:
         if isinstance(frame, wire.Hello):
             self._contacts.on_hello(sender, frame, now)
             return
-        remote = self._contacts.get(sender)
+        remote = self._contacts.get(sender) or self._contacts.hear_again(sender, now)
         if remote is None:
             raise MetadataError(f"{type(frame).__name__} from an agent that has not said HELLO")
         remote.hear(now)
@@ -92,15 +106,18 @@ class Dispatcher:
             case wire.HelloAck():
                 self._contacts.on_hello_ack(remote, frame)
             case wire.Bye():
-                # It sends this last of all, when its own operations have ended.
+                # It says so only when its own operations have ended.
                 remote.closed = True
                 error = PeerLostError(f"{sender} closed its connection", remote=sender)
                 self._contacts.lose(remote, error)
 
     def _on_claim(self, remote: Remote, frame: wire.Claim) -> None:
         operation = self._operations.offer(frame.key)
-        if operation is not None:
+        if operation is not None and not self._connection.closing:
             operation.on_claim(remote, frame)
+        elif operation is not None:
+            refusal = wire.Refuse(frame.key, frame.claim, wire.Reason.CLOSED, "")
+            self._contacts.send(remote, refusal)
         else:
             reason = self._operations.why_ended(frame.key)
             self._contacts.send(remote, wire.Refuse(frame.key, frame.claim, reason, ""))

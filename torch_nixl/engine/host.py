@@ -6,7 +6,9 @@ import atexit
 import ctypes
 import functools
 import hashlib
+import logging
 import os
+import time
 import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,8 +19,10 @@ from torch_nixl.errors import BackendError
 if TYPE_CHECKING:
     from torch_nixl.engine.connection import Connection
 
+log = logging.getLogger("torch_nixl.host")
+
 EXIT_SECONDS = 2.0
-"""How long a forgotten connection may take to end at interpreter exit."""
+"""How long all forgotten connections together may take to end at interpreter exit."""
 
 _open: weakref.WeakSet[Connection] = weakref.WeakSet()
 
@@ -88,8 +92,12 @@ def keep_for_ever(value: object) -> None:
 
 @atexit.register
 def _close_all() -> None:
+    deadline = time.monotonic() + EXIT_SECONDS
     for connection in list(_open):
-        connection.close(EXIT_SECONDS)
+        try:
+            connection.close(max(0.0, deadline - time.monotonic()))
+        except Exception:
+            log.exception("%r could not be closed at exit", connection)
 
 
 def _after_fork_in_child() -> None:

@@ -273,6 +273,9 @@ class LoopbackAdapter:
                     # Nothing is left to land.
                     self.agent.jobs.remove(transfer.job)
 
+    def disown(self) -> None:
+        self._closed = True
+
     def close(self) -> None:
         with self._world.lock:
             self._closed = True

@@ -8,6 +8,7 @@ NIXL raises ends here: it becomes an error from `torch_nixl.errors`, with NIXL's
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import importlib
 import importlib.metadata
@@ -43,6 +44,8 @@ from torch_nixl.errors import (
 
 __all__ = ["TUNED_ENVIRONMENT", "NixlAdapter", "tuned_environment"]
 
+log = logging.getLogger("torch_nixl.nixl")
+
 # Arguments for "no messages yet" and "whichever backend": NIXL copies both.
 _NOTHING: dict[str, list[bytes]] = {}
 _ANY_BACKEND: list[int] = []
@@ -58,7 +61,7 @@ def _parse_small(blob: bytes) -> BlobInfo:
 
 
 @functools.cache
-def _load() -> Any:
+def load() -> Any:
     """Import NIXL and return its bindings."""
     raise_exceptions = logging.raiseExceptions
     try:
@@ -104,7 +107,7 @@ class NixlAdapter:
             raise ValueError("an agent needs at least one backend")
         if progress_thread is not None and not progress_thread > 0:
             raise ValueError(f"progress_thread must be positive seconds, got {progress_thread}")
-        self._nixl = nixl = _load()
+        self._nixl = nixl = load()
         self._errors = support.exception_types(nixl)
         tune_environment()
         self._name = name
@@ -219,6 +222,11 @@ class NixlAdapter:
             arrived = self._agent.get_notifs(_NOTHING, _ANY_BACKEND)
         except self._errors as exc:
             raise BackendError(f"NIXL can't receive messages ({exc})") from exc
+        except UnicodeDecodeError:
+            # The bindings give up on the whole batch, so what came with it is lost: an agent
+            # whose name is not text gets no answer, and others have their deadlines.
+            log.warning("dropped messages: one came from an agent whose name is not UTF-8")
+            return []
         if not arrived:
             return []
         return [(sender, message) for sender, batch in arrived.items() for message in batch]
@@ -407,6 +415,13 @@ class NixlAdapter:
                     elif handle.state is IDLE:
                         handle.state = RELEASED
                         release_xfer(handle.value)
+
+    def disown(self) -> None:
+        # The parent's agent runs on with the same sockets: its copy here must not be destroyed.
+        keep_for_ever = ctypes.pythonapi.Py_IncRef
+        keep_for_ever(ctypes.py_object(self._agent.bound()))
+        keep_for_ever(ctypes.py_object(self))
+        self._agent.unbind()
 
     def _misuse(self, handle: Handle) -> AssertionError | ClosedError:
         if self._agent.closed:

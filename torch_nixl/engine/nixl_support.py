@@ -104,6 +104,10 @@ class AgentMethods:
         self.release_dlist: Any = agent.releasedDlistH
         self.closed = False
 
+    def bound(self) -> list[Any]:
+        """The methods, which keep the agent alive."""
+        return list(vars(self).values())
+
     def unbind(self) -> None:
         """Let the agent go; every method raises ClosedError from here on."""
         self.closed = True

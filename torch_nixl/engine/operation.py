@@ -8,6 +8,7 @@ a failure) the operation keeps its memory alive and registered, since NIXL can't
 from __future__ import annotations
 
 import contextlib
+import copy
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -98,14 +99,19 @@ class Operation:
         return self._error
 
     @property
+    def in_flight(self) -> int:
+        """Number of transfers of this operation that are under way."""
+        return 0
+
+    @property
     def memories(self) -> tuple[RegisteredMemory, ...]:
         """This side's memory; empty once released."""
         return self._memories
 
     @property
-    def watched(self) -> bool:
-        """Whether somebody waits for the end who doesn't poll."""
-        return bool(self._callbacks)
+    def quarantined(self) -> bool:
+        """Whether only time can tell when the memory is safe: no peer will say so."""
+        return False
 
     @property
     def nbytes(self) -> int:
@@ -135,7 +141,8 @@ class Operation:
             if not self._connection.progress.wait(self, deadline):
                 self.expire()
         if self._error is not None:
-            raise self._error
+            # A copy: an exception that is raised gathers frames, and with them what those hold.
+            raise copy.copy(self._error) from self._error.__cause__
 
     def wait_released(self, timeout: float | None = None) -> bool:
         """Block until the memory is the caller's alone; return False if it isn't by then.
@@ -152,11 +159,14 @@ class Operation:
         It is called at once if the operation has ended already, and always outside of all locks.
         """
         with self._connection.lock:
-            if not self._done:
+            pending = not self._done
+            if pending:
                 self._callbacks.append(callback)
-                self._connection.progress.kick()
-                return
-        callback()
+                self._connection.operations.watched[self] = None
+        if pending:
+            self._connection.progress.kick()
+        else:
+            callback()
 
     def cancel(self) -> None:
         """Ask the operation to end. Bytes may still move until it is `released`."""
@@ -169,6 +179,14 @@ class Operation:
     def attend(self) -> bool:
         """Do what this operation needs done now; return whether anything was."""
         return False
+
+    def hold(self, timeout: float) -> bool:
+        """Keep all threads from moving bytes for this operation from now on.
+
+        Returns:
+            False if one is still at it after `timeout` seconds.
+        """
+        return True
 
     def abort(self, error: BaseException) -> None:
         """End at once: the agent is gone, and so is every transfer that it had posted."""
@@ -191,6 +209,8 @@ class Operation:
             self._done = True
             waiters, self._waiters = self._waiters, []
             callbacks, self._callbacks = self._callbacks, []
+            if callbacks:
+                self._connection.operations.watched.pop(self, None)
         for waiter in waiters:
             waiter.ring()
         self._connection.progress.call_later(callbacks)
@@ -207,6 +227,13 @@ class Operation:
         for held in memories:
             self._connection.registry.release(held)
         self._connection.operations.remove(self)
+
+    def ring(self) -> None:
+        """Wake those who wait: there is something to attend to."""
+        with self._connection.lock:
+            waiters = list(self._waiters)
+        for waiter in waiters:
+            waiter.ring()
 
     def add_waiter(self, waiter: Alarm) -> bool:
         """Have `waiter` released at the end; False if the operation has ended already."""

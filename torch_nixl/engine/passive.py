@@ -79,8 +79,14 @@ class PassiveOperation(Operation):
         )
 
     @property
+    def quarantined(self) -> bool:
+        return self._quarantined_until is not None
+
+    @property
     def touchable(self) -> bool:
         """Whether a peer may still touch the memory."""
+        if self.foreign_key and not self._released:
+            return True
         return (
             self.grant.state in (GrantState.GRANTED, GrantState.REVOKING)
             and self.remote is not None
@@ -114,6 +120,7 @@ class PassiveOperation(Operation):
                 reason = self.grant.claim(Claimant(remote.name, frame.claim))
             if reason is None:
                 self.remote = remote
+                self._connection.operations.busy[self] = None
         if reason is None:
             self._connection.contacts.send(remote, wire.Granted(self.key, frame.claim))
         else:
@@ -183,6 +190,7 @@ class PassiveOperation(Operation):
         self._finish(error)
         if released and self.foreign_key:
             self._quarantined_until = time.monotonic() + FOREIGN_SECONDS
+            self._connection.operations.busy[self] = None
         elif released:
             self._release()
         elif claimant is not None and self.remote is not None:

@@ -29,6 +29,12 @@ log = logging.getLogger("torch_nixl.progress")
 HOT_SECONDS = 0.002
 """How long a waiter polls without sleeping: most answers come within this."""
 
+STALLED_SECONDS = 0.005
+"""Time without a poll after which the background thread polls though others are meant to."""
+
+STOP_SECONDS = 10.0
+"""How long `stop` waits for the background thread, which a callback may keep."""
+
 CONTENDED_SECONDS = 0.25
 """How long posts are kept short after one has held up a poll."""
 
@@ -90,6 +96,7 @@ class Progress:
         self._later: deque[Callable[[], None]] = deque()
         self._next_tick = 0.0
         self._contended_until = 0.0
+        self._stepped_at = 0.0
         self._num_waiting = 0
         self._wake = threading.Event()
         self._stopping = False
@@ -108,6 +115,7 @@ class Progress:
             if now >= self._next_tick:
                 self._next_tick = now + TICK_SECONDS
                 self._driven.tick(now)
+            self._stepped_at = now
         finally:
             self._driving.release()
         if self._later:
@@ -197,11 +205,14 @@ class Progress:
                     self._leading.release()
                     self._promote()
             self._followers.append(alarm)
-            if not self._leading.locked():
-                self._promote()
-            alarm.sleep(_remaining(deadline, 0.1))
-            with contextlib.suppress(ValueError):
+            # A waiter posts and polls its own pieces, however many others there are.
+            alarm.sleep(_remaining(deadline, WAIT_SECONDS if operation.in_flight else 0.1))
+            try:
                 self._followers.remove(alarm)
+            except ValueError:
+                # Promoted. If it doesn't lead in the end, another one must.
+                if condition():
+                    self._promote()
             operation.attend()
             return condition() or not _passed(deadline)
         finally:
@@ -275,7 +286,7 @@ class Progress:
         self._wake.set()
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
-            thread.join()
+            thread.join(STOP_SECONDS)
         self._call_now()
 
     def _run(self) -> None:
@@ -294,8 +305,8 @@ class Progress:
         while not self._stopping:
             self._wake.clear()
             moved = self._driven.advance()
-            # Threads that wait poll by themselves, and faster.
-            if self._num_waiting == 0:
+            # Threads that wait poll by themselves, and faster, unless a callback keeps them.
+            if self._num_waiting == 0 or time.monotonic() - self._stepped_at > STALLED_SECONDS:
                 moved |= self.step()
             elif self._later:
                 self._call_now()

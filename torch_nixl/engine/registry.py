@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from torch_nixl.engine.adapter import Adapter, MemoryKind, Region, Registration, Spans
 from torch_nixl.engine.memory import Memory
 from torch_nixl.engine.spans import with_device
-from torch_nixl.errors import ClosedError
+from torch_nixl.errors import ClosedError, RegistrationError
 
 PUBLIC_DEVICE_ID = 0
 """The device id under which memory is exposed to peers that know of no other (dynamo's)."""
@@ -56,11 +56,11 @@ class _Entry:
 
 
 @dataclass(slots=True)
-class _Public:
-    """A registration under the public device id, shared by all owners of the same memory."""
+class _Shared:
+    """A registration under a device id that is not its own, and how many entries use it."""
 
     registration: Registration
-    entries: int = 0
+    users: int
 
 
 @dataclass(slots=True, eq=False)
@@ -112,7 +112,7 @@ class Registry:
         self._lock = threading.Lock()
         self._anchored: OrderedDict[tuple[int, MemoryKind, int], _Entry] = OrderedDict()
         self._plain: dict[_Key, _Entry] = {}
-        self._public: dict[_Key, _Public] = {}
+        self._shared: dict[Region, _Shared] = {}
         self._orphans: deque[tuple[int, MemoryKind, int]] = deque()
         self._waste: deque[Registration] = deque()
         self._retired: OrderedDict[_Key, tuple[int, bytes]] = OrderedDict()
@@ -144,7 +144,12 @@ class Registry:
             else:
                 self.statistics.hits += 1
             if public and entry.public is None:
-                self._publish(entry)
+                try:
+                    self._publish(entry)
+                except BaseException:
+                    if entry.users == 0 and entry.anchor is None:
+                        self._drop(entry)  # nothing else would ever
+                    raise
             entry.users += 1
             if self._max_bytes is not None and self.statistics.live_bytes > self._max_bytes:
                 self._evict(self._max_bytes)
@@ -157,10 +162,7 @@ class Registry:
         if entry is None:
             return
         with self._lock:
-            entry.users -= 1
-            assert entry.users >= 0, "released more often than acquired"
-            if entry.users == 0 and (entry.dead or entry.anchor is None) and not self._closed:
-                self._drop(entry)
+            self._leave(entry)
         if self._orphans or self._waste:
             self.collect()
 
@@ -191,10 +193,17 @@ class Registry:
                     entry.finalizer.detach()
             self._anchored.clear()
             self._plain.clear()
+            self._shared.clear()
             self._orphans.clear()
             self._waste.clear()
 
     # All below: the lock is held.
+
+    def _leave(self, entry: _Entry) -> None:
+        entry.users -= 1
+        assert entry.users >= 0, "released more often than acquired"
+        if entry.users == 0 and (entry.dead or entry.anchor is None) and not self._closed:
+            self._drop(entry)
 
     def _deregister(self) -> None:
         while self._waste:
@@ -238,7 +247,7 @@ class Registry:
     def _register_region(self, key: _Key) -> tuple[Registration, bytes]:
         kind, physical_id, address, nbytes = key
         if kind not in self._adapter.capabilities.free_device_ids:
-            registration = self._adapter.register(Region(kind, address, nbytes, physical_id))
+            registration = self._share(Region(kind, address, nbytes, physical_id), strict=True)
             return registration, self._adapter.metadata([registration], connection=False)
         retired = self._retired.pop(key, None)
         if retired is not None:
@@ -258,17 +267,51 @@ class Registry:
 
     def _publish(self, entry: _Entry) -> None:
         region = entry.registration.region
-        if region.kind not in self._adapter.capabilities.free_device_ids:
-            return
-        public = self._public.get(entry.key)
-        if public is None:
-            self._deregister()
-            registration = self._adapter.register(
-                Region(region.kind, region.address, region.nbytes, PUBLIC_DEVICE_ID)
-            )
-            public = self._public[entry.key] = _Public(registration)
-        public.entries += 1
-        entry.public = public.registration
+        if region.kind in self._adapter.capabilities.free_device_ids:
+            public = Region(region.kind, region.address, region.nbytes, PUBLIC_DEVICE_ID)
+            entry.public = self._share(public, strict=False)
+
+    def _share(self, region: Region, *, strict: bool) -> Registration:
+        """Find or make a registration under a device id that others use, too, and count a user.
+
+        One that encloses the region serves as well: NIXL would not find what lies behind a
+        region that nests in another.
+
+        Args:
+            region: What is to be reachable.
+            strict: Refuse to enclose or overlap a live registration: transfers of our own look
+                memory up under this id.
+
+        Raises:
+            RegistrationError: The library refused, or `strict` does.
+        """
+        end = region.address + region.nbytes
+        for shared in self._shared.values():
+            live = shared.registration.region
+            if (live.kind, live.device_id) != (region.kind, region.device_id):
+                continue
+            live_end = live.address + live.nbytes
+            if live.address <= region.address and end <= live_end:
+                shared.users += 1
+                return shared.registration
+            if strict and live.address < end and region.address < live_end:
+                raise RegistrationError(
+                    f"{region.nbytes} bytes at {region.address:#x} overlap a registration of "
+                    f"{live.nbytes} bytes at {live.address:#x} that is in use. With these "
+                    f"backends ({', '.join(self._adapter.capabilities.backends)}) NIXL could then "
+                    "not find all of it: release the other first, or register the larger one first"
+                )
+        self._deregister()
+        registration = self._adapter.register(region)
+        self._shared[region] = _Shared(registration, 1)
+        return registration
+
+    def _unshare(self, registration: Registration) -> None:
+        shared = self._shared[registration.region]
+        shared.users -= 1
+        if shared.users == 0:
+            del self._shared[registration.region]
+            self._waste.append(registration)
 
     def _retire(self, slot: tuple[int, MemoryKind, int], entry: _Entry) -> None:
         """Take an entry whose memory died or moved out of the cache."""
@@ -289,15 +332,13 @@ class Registry:
             self._retired[entry.key] = (region.device_id, entry.blob)
             while len(self._retired) > MAX_RETIRED:
                 self._retired.popitem(last=False)
-        self._waste.append(entry.registration)
+            self._waste.append(entry.registration)
+        else:
+            self._unshare(entry.registration)
         if entry.public is not None:
-            public = self._public[entry.key]
-            public.entries -= 1
-            if public.entries == 0:
-                del self._public[entry.key]
-                self._waste.append(public.registration)
+            self._unshare(entry.public)
         self.statistics.live -= 1
-        self.statistics.live_bytes -= region.nbytes
+        self.statistics.live_bytes -= entry.key[3]
 
     def _evict(self, max_bytes: int) -> None:
         for slot, entry in list(self._anchored.items()):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import threading
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -36,9 +37,14 @@ class Remote:
         identity: Which process it is; None until it has said so.
         nonce: What we asked it to echo.
         heard_at: `time.monotonic()` of its last frame.
+        silent_since: When the first ping since then went out; None if none has.
         closed: It said that it leaves and won't touch our memory any more.
         greeted: Our HELLO is out, if it takes one: other frames may follow.
         flight: Number of our operations that may have transfers to it under way.
+        lost_at: `time.monotonic()` of its loss.
+        learning: Held while the library is told of its regions.
+        crowded: An operation waits for all others to end, so that regions can be forgotten.
+        sending: Held while a numbered frame is packed and sent, so that none overtakes another.
     """
 
     __slots__ = (
@@ -46,16 +52,21 @@ class Remote:
         "closed",
         "connection_blob",
         "contact",
+        "crowded",
         "flight",
         "greeted",
         "heard_at",
         "identity",
+        "learning",
+        "lost_at",
         "lost_error",
         "name",
         "nonce",
         "num_known",
         "ping_after",
         "pinged_at",
+        "sending",
+        "silent_since",
     )
 
     def __init__(self, name: str, contact: Contact, connection_blob: bytes) -> None:
@@ -67,10 +78,15 @@ class Remote:
         self.heard_at = time.monotonic()
         self.pinged_at = 0.0
         self.ping_after = 0.0
+        self.silent_since: float | None = None
         self.closed = False
         self.greeted = False
         self.flight = 0
         self.lost_error: BaseException | None = None
+        self.lost_at = 0.0
+        self.learning = threading.Lock()
+        self.crowded = False
+        self.sending = threading.Lock()
         self.num_known = 0
         self._known: dict[tuple[MemoryKind, int], list[tuple[int, int]]] = {}
 
@@ -117,6 +133,7 @@ class Remote:
         self.heard_at = now
         self.pinged_at = 0.0
         self.ping_after = 0.0
+        self.silent_since = None
 
     def __repr__(self) -> str:
         return f"<Remote {self.name} {self.contact.name} regions={self.num_known}>"

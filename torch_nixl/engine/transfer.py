@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -13,7 +14,13 @@ from torch_nixl.engine import spans
 from torch_nixl.engine.adapter import Direction, MemoryKind, Spans, Transfer
 from torch_nixl.engine.operation import Operation
 from torch_nixl.engine.registry import RegisteredMemory
-from torch_nixl.errors import PeerLostError, TorchNixlError, TransferCancelled, TransferError
+from torch_nixl.errors import (
+    ClosedError,
+    PeerLostError,
+    TorchNixlError,
+    TransferCancelled,
+    TransferError,
+)
 
 if TYPE_CHECKING:
     from torch_nixl.engine.connection import Connection
@@ -70,7 +77,6 @@ class TransferOperation(Operation):
         "_message",
         "_pieces",
         "_spent",
-        "_stopping",
         "counted",
         "moved_nbytes",
     )
@@ -95,23 +101,27 @@ class TransferOperation(Operation):
         self._frame = frame
         self._message = b""
         self._spent: list[Transfer] = []
-        self._stopping = False
         self._attending = threading.Lock()
         self.counted = False
         self.moved_nbytes = 0
+
+    @property
+    def in_flight(self) -> int:
+        """Number of pieces under way."""
+        return len(self._flight)
 
     def attend(self) -> bool:
         if self._released or not self._attending.acquire(blocking=False):
             return False
         try:
-            return self._advance()
+            moved = self._advance()
+        except BaseException as error:
+            # Interrupted between two pieces, by Ctrl-C say: one may be missing.
+            self._break(TransferError(f"{self}: interrupted by {error!r}"))
+            raise
         finally:
-            if self._spent:
-                # Only now: whoever waits for the end waits for neither side's housekeeping.
-                for transfer in self._spent:
-                    self._connection.adapter.release(transfer)
-                self._spent.clear()
             self._attending.release()
+        return moved
 
     def _advance(self) -> bool:
         """Poll what is under way and post what fits. Holds `_attending`."""
@@ -131,42 +141,44 @@ class TransferOperation(Operation):
                     polls -= 1
             posted = 0
             while self._pieces is not None and len(flight) < WINDOW and posted < BURST:
-                if self._stopping:
-                    self._pieces = None
-                    break
-                piece = next(self._pieces, None)
+                piece = None if self._done else next(self._pieces, None)
                 if piece is None:
                     self._pieces = None
                     break
-                assert self.remote is not None
-                kind, local, remote_kind, remote_spans = piece
-                transfer = adapter.prepare(
-                    self._direction, kind, local, remote_kind, remote_spans, self.remote.name
-                )
+                self._post(piece)
                 posted += 1
                 moved = True
-                nbytes = spans.total(local)
-                if nbytes > SHORT_BYTES:
-                    self._connection.progress.let_poll()
-                flight.append((transfer, nbytes))
-                if adapter.post(transfer):
-                    flight.pop()
-                    self._spent.append(transfer)
-                    self.moved_nbytes += nbytes
         except TorchNixlError as error:
             self._break(error)
             return True
-        if self._frame is not None and not self._message:
-            # While the bytes are under way.
-            assert self.remote is not None
-            self._message = self._connection.codec.pack_raw(*self._frame, to=self.remote.name)
         if self._pieces is None and not flight:
             self._settle()
             return True
+        if self._frame is not None and not self._message and self._connection.codec.unnumbered:
+            # While the bytes are under way. A numbered frame must be packed when it's sent.
+            assert self.remote is not None
+            self._message = self._connection.codec.pack_raw(*self._frame, to=self.remote.name)
         return moved
+
+    def _post(self, piece: Piece) -> None:
+        assert self.remote is not None
+        adapter = self._connection.adapter
+        kind, local, remote_kind, remote_spans = piece
+        transfer = adapter.prepare(
+            self._direction, kind, local, remote_kind, remote_spans, self.remote.name
+        )
+        nbytes = spans.total(local)
+        if nbytes > SHORT_BYTES:
+            self._connection.progress.let_poll()
+        self._flight.append((transfer, nbytes))
+        if adapter.post(transfer):
+            self._flight.pop()
+            self._spent.append(transfer)
+            self.moved_nbytes += nbytes
 
     def _break(self, error: TorchNixlError) -> None:
         """A piece failed. The others are still to become final."""
+        self._finish(error)
         self._pieces = None
         broken, self._flight = self._flight, deque()
         adapter = self._connection.adapter
@@ -178,33 +190,48 @@ class TransferOperation(Operation):
             except TorchNixlError:
                 pass  # It is final, which is all that matters: the first error is reported.
             self._spent.append(transfer)
-        self._stopping = True
         if isinstance(error, PeerLostError) and self.remote is not None:
             self._connection.contacts.lose(self.remote, error)
-        self._finish(error)
         if not self._flight:
             self._settle()
 
     def _settle(self) -> None:
         """All pieces are final: nothing that this side started can touch memory any more."""
         if not self._done:
-            error: TorchNixlError | None = None
-            if self._message:
-                assert self.remote is not None
-                try:
-                    self._connection.adapter.notify(self.remote.name, self._message)
-                except PeerLostError as lost:
-                    error = lost
-                    self._connection.contacts.lose(self.remote, lost)
-            self._finish(error)
+            self._finish(self._send_frame())
         self._release()
+        # Only now: whoever waits for the end waits for neither side's housekeeping.
+        self._release_spent()
+
+    def _release_spent(self) -> None:
+        spent, self._spent = self._spent, []
+        with contextlib.suppress(ClosedError):  # Closing has freed them.
+            for transfer in spent:
+                self._connection.adapter.release(transfer)
+
+    def _send_frame(self) -> TorchNixlError | None:
+        """Send the closing frame, if there is one; return why it can't be sent."""
+        if self._frame is None:
+            return None
+        assert self.remote is not None
+        contacts = self._connection.contacts
+        if self._message:
+            contacts.send_raw(self.remote, self._message)
+        else:
+            contacts.send_body(self.remote, *self._frame)
+        lost = self.remote.lost_error
+        if lost is None:
+            return None
+        return PeerLostError(f"{self}: the peer is lost: {lost}", remote=self.remote.name)
 
     def _stop(self, error: BaseException) -> None:
         """End now; what is under way stays owned until it is final."""
-        self._stopping = True
         if self._finish(error):
             self._connection.progress.kick()
         self.attend()
+
+    def hold(self, timeout: float) -> bool:
+        return self._attending.acquire(timeout=max(0.0, timeout))
 
     def cancel(self) -> None:
         self._stop(TransferCancelled(f"{self}: cancelled"))
@@ -214,11 +241,6 @@ class TransferOperation(Operation):
 
     def on_lost(self, error: BaseException) -> None:
         self._stop(error)
-
-    def abort(self, error: BaseException) -> None:
-        self._pieces = None
-        self._stopping = True
-        super().abort(error)
 
 
 def plan(

@@ -21,6 +21,7 @@ import itertools
 import struct
 import threading
 import zlib
+from collections import defaultdict
 from typing import Final
 
 from torch_nixl.engine.envelope import check_key_id, derive, key_id
@@ -94,7 +95,7 @@ _CHECKSUM: Final = struct.Struct("<I12x")
 
 
 class Sequencer:
-    """Numbers the frames of one sender: 1, 2, 3 and so on. Any thread may call it."""
+    """Numbers the frames from one agent to another: 1, 2, 3 and so on. Any thread may call it."""
 
     __slots__ = ("_counter",)
 
@@ -169,7 +170,7 @@ class Codec:
         self._keyed = None if key is None else hashlib.blake2b(digest_size=_MAC_NBYTES, key=key)
         self._name = name
         self._flags = _NAMES_BOUND if name else 0
-        self._sequencer = Sequencer()
+        self._sequencers: defaultdict[str, Sequencer] = defaultdict(Sequencer)
         self._guards: dict[str, ReplayGuard] = {}
         self._guards_lock = threading.Lock()
 
@@ -270,10 +271,18 @@ class Codec:
         except (KeyError, UnicodeDecodeError):
             raise MetadataError(f"frame of kind {kind} has a value that does not exist") from None
 
-    def forget(self, sender: str) -> None:
-        """Drop what is remembered of a sender whose frames are not accepted any more."""
+    @property
+    def unnumbered(self) -> bool:
+        """Whether frames may be sent in another order than packed in: without a secret, yes."""
+        return self._keyed is None
+
+    def forget(self, peer: str) -> None:
+        """Drop what is remembered of a peer that no frames are exchanged with any more.
+
+        Of what was sent, only the numbers stay: an agent of that name could still check them.
+        """
         with self._guards_lock:
-            self._guards.pop(sender, None)
+            self._guards.pop(peer, None)
 
     def _finish(self, kind: int, body: bytes, to: str) -> bytes:
         if bool(to) is not bool(self._name):
@@ -288,7 +297,7 @@ class Codec:
             len(body),
             0,
             self._incarnation,
-            self._sequencer.next(),
+            0 if self._keyed is None else self._sequencers[to].next(),
         )
         return head + self._mac(head, body, self._name, to) + body
 

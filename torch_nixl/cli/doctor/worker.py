@@ -37,7 +37,7 @@ def main(descriptor: int) -> None:
     from torch_nixl.errors import BackendError
 
     try:
-        nixl._load()
+        nixl.load()
     except BackendError as exc:
         _report(descriptor, Message(nixl_failure=str(exc)))
         return
