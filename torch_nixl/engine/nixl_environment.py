@@ -44,7 +44,7 @@ def tune_environment() -> None:
 
 UCX_ADVICE = (
     "UCX_TLS must include tcp (shared memory alone can't report a lost peer), and "
-    "UCX_NET_DEVICES must name devices that this host has (see `ucx_info -d`); "
+    "UCX_NET_DEVICES must name devices that this host has (see `torch-nixl doctor`); "
     "leaving both unset usually works"
 )
 

@@ -23,21 +23,25 @@ class _IoVec(ctypes.Structure):
     _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
 
 
-def copy_error(pid: int, address: int) -> int:
-    """Try to copy one byte from another process; return 0 or the errno.
+def copy_from(pid: int, address: int, nbytes: int) -> bytes:
+    """Copy bytes out of another process's memory, as Cross Memory Attach does.
 
-    EFAULT says that the copy is allowed but that nothing is mapped at the address.
+    Raises:
+        OSError: The kernel refuses: EPERM where it forbids it, EFAULT where nothing is mapped at
+            the address, ESRCH where there is no such process, ENOSYS where it can't do it at all.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "process_vm_readv"):
-        return errno.ENOSYS
-    byte = ctypes.create_string_buffer(1)
-    local, remote = _IoVec(ctypes.addressof(byte), 1), _IoVec(address, 1)
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    buffer = ctypes.create_string_buffer(nbytes)
+    local, remote = _IoVec(ctypes.addressof(buffer), nbytes), _IoVec(address, nbytes)
     libc.process_vm_readv.restype = ctypes.c_ssize_t
     one, none = ctypes.c_ulong(1), ctypes.c_ulong(0)
-    if libc.process_vm_readv(pid, ctypes.byref(local), one, ctypes.byref(remote), one, none) < 0:
-        return ctypes.get_errno()
-    return 0
+    copied = libc.process_vm_readv(pid, ctypes.byref(local), one, ctypes.byref(remote), one, none)
+    if copied < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    return buffer.raw[:copied]
 
 
 def same_host_path(pid: int, address: int) -> str:
@@ -45,4 +49,11 @@ def same_host_path(pid: int, address: int) -> str:
     choice = os.environ.get("UCX_TLS", "all")
     wanted = {name.strip() for name in choice.lstrip("^").split(",")}
     allowed = not (wanted & _WITH_CMA) if choice.startswith("^") else bool(wanted & _WITH_CMA)
-    return CMA if allowed and copy_error(pid, address) in (0, errno.EFAULT) else TCP
+    if not allowed:
+        return TCP
+    try:
+        copy_from(pid, address, 1)
+    except OSError as error:
+        # Nothing mapped there is the answer of a kernel that would have copied.
+        return CMA if error.errno == errno.EFAULT else TCP
+    return CMA

@@ -14,14 +14,11 @@ from functools import partial
 
 from torch_nixl.cli.doctor.children import Json, first_failure, run_together
 from torch_nixl.cli.doctor.report import CmaTrial
+from torch_nixl.engine.path import copy_from
 
 _PATTERN = b"torch_nixl doctor: cross memory attach"
 _PR_SET_PTRACER = 0x59616D61
 _PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
-
-
-class _IoVec(ctypes.Structure):
-    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
 
 
 def try_cma(timeout: float) -> CmaTrial:
@@ -69,19 +66,10 @@ def _read(target: socket.socket) -> Json:
 
 def _attempt(pid: int, address: int) -> str | None:
     """Return None if the bytes came over, else what went wrong."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if not hasattr(libc, "process_vm_readv"):
-        return "ENOSYS"
-    buffer = ctypes.create_string_buffer(len(_PATTERN))
-    local = _IoVec(ctypes.addressof(buffer), len(_PATTERN))
-    remote = _IoVec(address, len(_PATTERN))
-    call = libc.process_vm_readv
-    call.restype = ctypes.c_ssize_t
-    one, none = ctypes.c_ulong(1), ctypes.c_ulong(0)
-    nbytes = call(pid, ctypes.byref(local), one, ctypes.byref(remote), one, none)
-    if nbytes < 0:
-        number = ctypes.get_errno()
-        return errno.errorcode.get(number, str(number))
-    if buffer.raw != _PATTERN:
-        return f"{nbytes} of {len(_PATTERN)} bytes arrived, or wrong ones"
+    try:
+        copied = copy_from(pid, address, len(_PATTERN))
+    except OSError as error:
+        return errno.errorcode.get(error.errno or 0, str(error.errno))
+    if copied != _PATTERN:
+        return f"{len(copied)} of {len(_PATTERN)} bytes arrived, or wrong ones"
     return None
