@@ -20,13 +20,14 @@ export PIP_NO_INPUT := 1
 # torchrun would set the same, with a warning.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test lint format bench soak clean
+.PHONY: help demo test test-interop lint format bench soak clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo    move a real model's weights between two processes"
 	@echo "make test    run the tests"
+	@echo "make test-interop  run the tests against dynamo's nixl_connect, in an environment of its own"
 	@echo "make lint    check format, lint and types"
 	@echo "make format  apply the format and the safe lint fixes"
 	@echo "make bench   measure against raw NIXL"
@@ -66,6 +67,21 @@ demo: $(VENV)/.stamp-demo
 test: $(VENV)/.stamp-test
 	$(PY) -m pytest $(PYTEST_ARGS)
 
+# dynamo needs an older pydantic than ours, so it gets an environment of its own. Of its package only
+# nixl_connect is used, which needs no more than this.
+DYNAMO_VENV := .venv-dynamo
+DYNAMO := ai-dynamo-runtime==1.6.1
+
+$(DYNAMO_VENV)/.stamp: Makefile constraints.txt
+	$(PYTHON) -m venv --clear $(DYNAMO_VENV)
+	@echo 'installing into $(DYNAMO_VENV): $(DYNAMO)'
+	@$(DYNAMO_VENV)/bin/python -m pip --disable-pip-version-check install -qq \
+		--constraint constraints.txt $(DYNAMO) 'pydantic<=2.13.5' torch nixl numpy
+	@touch $@
+
+test-interop: $(VENV)/.stamp-test $(DYNAMO_VENV)/.stamp
+	TORCH_NIXL_DYNAMO_PYTHON=$(abspath $(DYNAMO_VENV)/bin/python) $(PY) -m pytest tests/interop $(PYTEST_ARGS)
+
 soak: $(VENV)/.stamp-test
 	$(PY) -m pytest -m soak --timeout=3600 -o faulthandler_timeout=0 $(PYTEST_ARGS)
 
@@ -73,6 +89,7 @@ lint: $(VENV)/.stamp-dev
 	$(PY) -m ruff format --check .
 	$(PY) -m ruff check .
 	$(PY) -m mypy
+	$(PY) -m mypy benchmarks/connect.py
 
 format: $(VENV)/.stamp-dev
 	$(PY) -m ruff format .
@@ -82,5 +99,5 @@ bench: $(VENV)/.stamp-bench
 	$(PY) benchmarks/engine.py $(BENCH_ARGS)
 
 clean:
-	rm -rf $(VENV) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache benchmarks/out
+	rm -rf $(VENV) $(DYNAMO_VENV) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache benchmarks/out
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from torch_nixl import connect
     from torch_nixl.errors import (
         BackendError,
         ClosedError,
@@ -37,6 +38,7 @@ __all__ = [
     "TransferError",
     "TransferTimeout",
     "__version__",
+    "connect",
 ]
 
 # Where each public name lives. `TYPE_CHECKING` above says the same to type checkers.
@@ -53,9 +55,14 @@ _HOMES = {
     "TransferTimeout": "torch_nixl.errors",
 }
 
+# Public modules, loaded the same way.
+_MODULES = frozenset({"connect"})
+
 
 def __getattr__(name: str) -> object:
     """Load a public name, from the module that it lives in, on its first use."""
+    if name in _MODULES:
+        return importlib.import_module(f"torch_nixl.{name}")
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -65,4 +72,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})
+    return sorted({*globals(), *_HOMES, *_MODULES})

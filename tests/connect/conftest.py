@@ -13,6 +13,10 @@ from types import ModuleType
 
 import pytest
 
+from connect.pairs import pair
+
+__all__ = ["pair"]
+
 
 @pytest.fixture(scope="session")
 def connect() -> ModuleType:

@@ -50,6 +50,7 @@ class Peer:
         module: The library under test.
         env: Added to this process's environment.
         lifetime: Seconds after which the peer kills itself.
+        worker_id: Of its Connector; made up if empty.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class Peer:
         *,
         env: Mapping[str, str] | None = None,
         lifetime: int = 300,
+        worker_id: str = "",
     ) -> None:
         self._numbers = itertools.count(1)
         self._pending: dict[int, Future[dict[str, Any]]] = {}
@@ -66,6 +68,8 @@ class Peer:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed by close()
         environment = {**os.environ, "NIXL_LOG_LEVEL": "ERROR", **(env or {})}
         arguments = [python, str(SCRIPT), "--module", module, "--lifetime", str(lifetime)]
+        if worker_id:
+            arguments += ["--worker-id", worker_id]
         self._process = subprocess.Popen(
             arguments,
             stdin=subprocess.PIPE,

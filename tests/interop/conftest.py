@@ -29,12 +29,12 @@ def dynamo_python() -> str:
 
 
 @pytest.fixture
-def start_dynamo(dynamo_python: str) -> Iterator[Callable[[], Peer]]:
+def start_dynamo(dynamo_python: str) -> Iterator[Callable[..., Peer]]:
     """Start dynamo processes that belong to one test alone, for tests that harm them."""
     started: list[Peer] = []
 
-    def start() -> Peer:
-        started.append(Peer(dynamo_python, DYNAMO))
+    def start(worker_id: str = "") -> Peer:
+        started.append(Peer(dynamo_python, DYNAMO, worker_id=worker_id))
         return started[-1]
 
     yield start

@@ -82,9 +82,9 @@ class Buffer:
 class Peer:
     """State of the process: a Connector, named buffers and named operations."""
 
-    def __init__(self, module: str) -> None:
+    def __init__(self, module: str, worker_id: str | None = None) -> None:
         self.library: Any = importlib.import_module(module)
-        self.connector: Any = self.library.Connector()
+        self.connector: Any = self.library.Connector(worker_id)
         self.buffers: dict[str, Buffer] = {}
         self.operations: dict[str, Any] = {}
         self.num_names = 0
@@ -203,12 +203,12 @@ class Peer:
         return {"id": number, "result": result}
 
 
-async def serve(module: str, replies: int) -> None:
+async def serve(module: str, worker_id: str | None, replies: int) -> None:
     """Answer requests from stdin on the file descriptor ``replies`` until stdin ends."""
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader(limit=1 << 26)
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
-    peer = Peer(module)
+    peer = Peer(module, worker_id)
     tasks: set[asyncio.Task[None]] = set()
 
     async def reply(request: dict[str, Any]) -> None:
@@ -228,13 +228,14 @@ async def serve(module: str, replies: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="One end of an interoperation test.")
     parser.add_argument("--module", default="dynamo.nixl_connect")
+    parser.add_argument("--worker-id")
     parser.add_argument("--lifetime", type=int, default=300, help="seconds until SIGALRM")
     options = parser.parse_args()
     signal.alarm(options.lifetime)
     # Libraries may print: whoever writes to stdout must not break the line protocol.
     replies = os.dup(1)
     os.dup2(2, 1)
-    asyncio.run(serve(options.module, replies))
+    asyncio.run(serve(options.module, options.worker_id, replies))
     # dynamo's finalizers raise at interpreter shutdown; nothing of value is left to free.
     sys.stderr.flush()
     os._exit(0)

@@ -139,6 +139,21 @@ def test_stopped_owner_meets_the_deadline_and_works_again_when_resumed(
     run(scenario(start_dynamo()))
 
 
+def test_dynamo_restarted_under_the_same_worker_id(
+    connect: ModuleType, connector: Any, start_dynamo: Callable[..., Peer]
+) -> None:
+    """Its agent has the same name as the dead one, and all that we know of that is wrong."""
+
+    async def scenario() -> None:
+        for _ in range(3):
+            peer = start_dynamo("decode-0")
+            await read_from(connect, connector, peer)
+            await read_from(connect, connector, peer)
+            peer.kill()
+
+    run(scenario(), 100.0)
+
+
 def test_a_set_secret_refuses_dynamo(
     start_own_process: Callable[[dict[str, str]], Peer], start_dynamo: Callable[[], Peer]
 ) -> None:

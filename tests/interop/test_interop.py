@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 from interop.client import Peer, PeerError
 from interop.dynamo_peer import Buffer, digest, pattern
@@ -207,6 +208,56 @@ def test_both_encodings_are_read_by_both(
 
     run(scenario())
     assert digests([target]) == expected([5000])
+
+
+def test_empty_entries_beside_others(connect: ModuleType, connector: Any, dynamo: Peer) -> None:
+    sizes = [0, 5000, 0]
+    sources, targets = make("bytearray", sizes, SEED), make("bytearray", sizes)
+
+    async def scenario() -> None:
+        names = (await dynamo.ask("buffers", kind="bytearray", sizes=sizes))["names"]
+        with await connector.create_readable(describe(connect, sources, "list")) as exposed:
+            told = exposed.metadata().model_dump_json()
+            reader = await dynamo.ask("begin_read", metadata=told, buffers=names, as_list=True)
+            await dynamo.ask("wait", op=reader["op"])
+            await exposed.wait_for_completion()
+        assert (await dynamo.ask("digest", buffers=names))["digests"] == digests(sources)
+        await dynamo.ask("leave", op=reader["op"])
+        owner = await dynamo.ask("create_readable", buffers=names, as_list=True)
+        metadata = connect.RdmaMetadata.model_validate_json(owner["metadata"])
+        with await connector.begin_read(metadata, describe(connect, targets, "list")) as reading:
+            await reading.wait_for_completion()
+        await dynamo.ask("leave", op=owner["op"])
+
+    run(scenario())
+    assert digests(targets) == digests(sources)
+
+
+def test_strided_memory_is_refused_rather_than_other_bytes(
+    connect: ModuleType, connector: Any, dynamo: Peer
+) -> None:
+    matrix = torch.arange(64, dtype=torch.uint8).view(8, 8)
+
+    async def scenario() -> None:
+        names = (await dynamo.ask("buffers", kind="torch", sizes=[8]))["names"]
+        empty = (await dynamo.ask("digest", buffers=names))["digests"]
+        # The whole matrix is known to dynamo, so that a wrong address would find something.
+        with (
+            await connector.create_readable(connect.Descriptor(matrix[0])) as row,
+            await connector.create_readable(connect.Descriptor(matrix[:, 1])) as column,
+        ):
+            told = row.metadata().model_dump_json()
+            reader = await dynamo.ask("begin_read", metadata=told, buffers=names)
+            told = column.metadata().model_dump_json()
+            with pytest.raises(PeerError) as refused:
+                await dynamo.ask("begin_read", metadata=told, buffers=names)
+            assert refused.value.type == "nixlNotFoundError"
+            assert (await dynamo.ask("digest", buffers=names))["digests"] == empty
+            assert (await dynamo.ask("wait", op=reader["op"]))["status"] == "COMPLETE"
+            await row.wait_for_completion()
+        await dynamo.ask("leave", op=reader["op"])
+
+    run(scenario())
 
 
 def test_our_json_has_dynamos_fields_and_no_others(connect: ModuleType, connector: Any) -> None:

@@ -416,6 +416,8 @@ class Connection:
                 deadline,
             )
             if ended:
+                # Who has just said BYE is not to be sent one: NIXL logs an error for each.
+                self.progress.sweep()
                 # Peers take it as proof that we touch their memory no more.
                 self.contacts.say_bye()
         self.abort("it was closed")

@@ -84,7 +84,7 @@ class OperationTable:
             if operation.deadline is not None:
                 entry = (operation.deadline, next(self._numbers), weakref.ref(operation))
                 heapq.heappush(self._deadlines, entry)
-                if len(self._deadlines) > 2 * len(self._all) + 1024:
+                if len(self._deadlines) > 2 * len(self._all) + 64:
                     self._deadlines = [entry for entry in self._deadlines if _is_running(entry[2])]
                     heapq.heapify(self._deadlines)
 

@@ -1,0 +1,111 @@
+"""publish and fetch over every torch Store."""
+
+from __future__ import annotations
+
+import datetime
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed import FileStore, HashStore, PrefixStore, TCPStore
+
+from connect.pairs import DEADLINE, Pair, pattern
+from torch_nixl import connect
+from torch_nixl.errors import MetadataError, TransferError
+
+
+@pytest.fixture(params=["tcp", "file", "hash", "prefix"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
+    patience = datetime.timedelta(seconds=20)
+    match request.param:
+        case "tcp":
+            yield TCPStore("127.0.0.1", 0, 1, True, timeout=patience)
+        case "file":
+            yield FileStore(str(tmp_path / "store"), 1)
+        case "hash":
+            yield HashStore()
+        case _:
+            yield PrefixStore("torch_nixl/7", HashStore())
+
+
+def gone(store: Any, key: str) -> bool:
+    deadline = time.monotonic() + DEADLINE
+    while store.check([key]):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.001)
+    return True
+
+
+def test_metadata_goes_through_a_store_and_its_key_goes_with_the_operation(
+    pair: Pair, store: Any
+) -> None:
+    content, target = pattern(1000), bytearray(1000)
+    exposed = pair.readable(content)
+    assert connect.publish(store, "weights/0", exposed) == exposed.metadata()
+    told = connect.fetch(store, "weights/0", timeout=DEADLINE)
+    pair.read(told, target).wait(DEADLINE)
+    exposed.wait(DEADLINE)
+    assert target == content.tobytes()
+    assert gone(store, "weights/0")
+
+
+def test_a_cancelled_or_dropped_operation_takes_its_key_along(pair: Pair, store: Any) -> None:
+    exposed = pair.readable(bytearray(8))
+    connect.publish(store, "cancelled", exposed)
+    exposed.cancel()
+    connect.publish(store, "dropped", pair.readable(bytearray(8)))
+    assert gone(store, "cancelled")
+    assert gone(store, "dropped")
+
+
+def test_fetch_waits_for_whoever_publishes_later(pair: Pair, store: Any) -> None:
+    found: list[connect.RdmaMetadata] = []
+    asking = threading.Thread(
+        target=lambda: found.append(connect.fetch(store, "later", timeout=DEADLINE))
+    )
+    asking.start()
+    # With a TCPStore this would wait, too, if fetch waited inside the store.
+    with pair.readable(bytearray(8)) as exposed:
+        connect.publish(store, "later", exposed)
+        asking.join(DEADLINE)
+        assert found == [exposed.metadata()]
+
+
+def test_fetch_gives_up(store: Any) -> None:
+    started = time.monotonic()
+    with pytest.raises(TimeoutError, match="nobody"):
+        connect.fetch(store, "nobody", timeout=0.1)
+    assert time.monotonic() - started < 5.0
+
+
+def test_what_is_no_metadata_is_refused(store: Any) -> None:
+    for text in ("{", "{}x", '{"operation_kind": 9}', "0"):
+        store.set("garbage", text)
+        with pytest.raises(MetadataError):
+            connect.fetch(store, "garbage", timeout=1.0)
+
+
+def test_a_key_that_was_published_anew_stays(pair: Pair, store: Any) -> None:
+    first, second = pair.readable(bytearray(8)), pair.readable(bytearray(8))
+    connect.publish(store, "shared", first)
+    connect.publish(store, "shared", second)
+    connect.publish(store, "other", first)
+    first.cancel()
+    assert gone(store, "other")  # removed after the first's other key
+    assert connect.fetch(store, "shared", timeout=1.0) == second.metadata()
+    second.cancel()
+    assert gone(store, "shared")
+
+
+def test_only_living_passive_operations_are_published(pair: Pair, store: Any) -> None:
+    with pair.readable(bytearray(8)) as exposed:
+        pass
+    with pytest.raises(TransferError):
+        connect.publish(store, "ended", exposed)
+    with pytest.raises(TypeError):
+        connect.publish(store, "ended", exposed.connection)  # type: ignore[arg-type]
+    assert not store.check(["ended"])

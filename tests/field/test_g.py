@@ -1,0 +1,57 @@
+"""Field reports, group G: empty, scalar and unusual dtypes. Here: descriptors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from connect.pairs import DEADLINE, Pair, pattern
+
+DTYPES = [
+    torch.bool,
+    *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
+    *(torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
+    *(torch.complex32, torch.complex64, torch.complex128),
+]
+
+
+def test_g1_a_tensor_without_elements(pair: Pair) -> None:
+    pair.move(torch.empty(1, 0, 2), torch.empty(1, 0, 2))
+
+
+def test_g2_normal_memory_after_empty_memory(pair: Pair) -> None:
+    pair.move(torch.empty(0), torch.empty(0))
+    source, target = torch.rand(100), torch.zeros(100)
+    pair.move(source, target)
+    assert torch.equal(source, target)
+    pair.move([torch.empty(0), source], [torch.empty(0), target.zero_()])
+    assert torch.equal(source, target)
+
+
+def test_g4_empty_memory_takes_no_special_case(pair: Pair) -> None:
+    for size in (0, 1, 0):
+        exposed = pair.writable(bytearray(size))
+        pair.write(bytes(size), exposed.metadata()).wait(DEADLINE)
+        exposed.wait(DEADLINE)
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
+@pytest.mark.parametrize("shape", [(), (7, 3)], ids=["scalar", "matrix"])
+def test_g6_every_dtype(pair: Pair, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    nbytes = torch.empty(shape, dtype=dtype).nbytes
+    content = pattern(nbytes)
+    source = torch.from_numpy(content % 2 if dtype is torch.bool else content)
+    target = torch.empty(shape, dtype=dtype)
+    pair.move(source.view(dtype).view(shape), target)
+    assert torch.equal(target.reshape(-1).view(torch.uint8), source)
+
+
+def test_g8_complex_views(pair: Pair) -> None:
+    source = torch.randn(5, dtype=torch.complex64)
+    target = torch.zeros(5)
+    pair.move(source.imag, target)
+    assert torch.equal(source.imag, target)
+    with pytest.raises(ValueError, match="resolve_conj"):
+        pair.readable(source.conj())

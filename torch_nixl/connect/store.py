@@ -1,0 +1,147 @@
+"""Exchange of RdmaMetadata through a torch Store: TCPStore, FileStore, HashStore or PrefixStore.
+
+The store only hands the metadata over; nothing else goes through it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import queue
+import threading
+import time
+from typing import TYPE_CHECKING, Final, TypeAlias
+
+from torch_nixl.connect.metadata import RdmaMetadata
+from torch_nixl.connect.passive import PassiveOperation
+from torch_nixl.errors import MetadataError
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+log = logging.getLogger("torch_nixl.connect")
+
+FETCH_SECONDS: Final = 300.0
+SHORTEST_PAUSE: Final = 0.001
+LONGEST_PAUSE: Final = 0.020
+EXIT_SECONDS: Final = 2.0
+"""How long the interpreter's exit waits for keys that are still to be removed."""
+
+
+def publish(store: Store, key: str, operation: PassiveOperation) -> RdmaMetadata:
+    """Put an operation's metadata into a store, and have it removed once the operation ends.
+
+    Args:
+        store: Any torch Store.
+        key: Name in the store. What was published under it before is replaced.
+        operation: What is exposed.
+
+    Returns:
+        The metadata.
+
+    Raises:
+        TypeError: Not a passive operation.
+        TransferError: The operation has ended.
+    """
+    if not isinstance(operation, PassiveOperation):
+        raise TypeError(f"operation: expected a PassiveOperation, got {type(operation).__name__}")
+    metadata = operation.metadata()
+    text = metadata.model_dump_json()
+    store.set(key, text)
+    operation.add_done_callback(lambda: _remover.remove(store, key, text))
+    return metadata
+
+
+def fetch(store: Store, key: str, *, timeout: float = FETCH_SECONDS) -> RdmaMetadata:
+    """Wait until metadata is published under a key, and return it.
+
+    It asks again and again, rather than wait in the store: a TCPStore that waits blocks all other
+    threads that use it, `publish` of the other direction among them.
+
+    Args:
+        store: Any torch Store.
+        key: Name in the store.
+        timeout: Seconds.
+
+    Raises:
+        TimeoutError: Nothing was published by then.
+        MetadataError: What is there is no metadata.
+    """
+    deadline = time.monotonic() + timeout
+    pause = SHORTEST_PAUSE
+    while True:
+        text = _read(store, key)
+        if text:
+            break
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError(f"no metadata under {key!r} in the store after {timeout} s")
+        time.sleep(min(pause, left))
+        pause = min(pause * 1.5, LONGEST_PAUSE)
+    try:
+        return RdmaMetadata.model_validate_json(text)
+    except (TypeError, ValueError) as error:
+        raise MetadataError(f"what the store has under {key!r} is no metadata") from error
+
+
+def _read(store: Store, key: str) -> bytes:
+    """Return a key's value; empty if it isn't there, or is being removed."""
+    if not store.check([key]):
+        return b""
+    # It may go between the two calls; comparing with what nobody writes reads without waiting.
+    value: bytes = store.compare_set(key, _NEVER, _NEVER)
+    return b"" if value == _NEVER.encode() else value
+
+
+_NEVER: Final = "torch_nixl: no such value"
+_Job: TypeAlias = "tuple[Store, str, str] | None"
+
+
+class _Remover:
+    """Removes keys, in a thread of its own.
+
+    Operations end in the driver's thread, in event loops and in finalizers, and a store's call may
+    block: none of them can wait for it.
+    """
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+
+    def remove(self, store: Store, key: str, text: str) -> None:
+        """Have a key removed, unless another value has taken its place."""
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._run, name="torch_nixl-store", daemon=True
+                )
+                self._thread.start()
+                atexit.register(self.stop)
+        self._jobs.put((store, key, text))
+
+    def stop(self) -> None:
+        """Remove what is to be removed by now, and end the thread; a later key starts a new one."""
+        with self._lock:
+            thread, self._thread = self._thread, None
+        if thread is not None:
+            self._jobs.put(None)
+            thread.join(EXIT_SECONDS)
+
+    def _run(self) -> None:
+        while True:
+            job = self._jobs.get()
+            if job is None:
+                return
+            store, key, text = job
+            del job
+            try:
+                if store.compare_set(key, text, "") == b"":
+                    store.delete_key(key)
+            except Exception as error:  # noqa: BLE001 - the store may be gone, and all ends then
+                log.debug("can't remove %r from the store: %s", key, error)
+            # No job, no store: it may be the last to hold one.
+            del store
+
+
+_remover = _Remover()
