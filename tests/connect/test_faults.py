@@ -207,19 +207,19 @@ def test_killed_after_completion_harms_nobody(
     be_read_by(connector, healthy)
 
 
-def test_a_dead_peer_is_forgotten(connector: connect.Connector, start: Callable[..., Peer]) -> None:
+def test_a_dead_peer_is_forgotten(start: Callable[..., Peer]) -> None:
     """A field report, E6: on disconnect, not when the next peer comes."""
-    before = connector.statistics()
-    victim = start()
-    read_from(connector, victim)
-    exposed = expose_here(connector, np.zeros(LARGE, np.uint8))
-    begin_there(victim, exposed.metadata(), LARGE)
-    until(lambda: exposed.status is not OperationStatus.INITIALIZED)
-    victim.kill()
-    exposed.wait_released(BOUND)
-    if exposed.status is OperationStatus.ERRORED:
-        until(lambda: connector.statistics().remotes == before.remotes)
-    assert connector.statistics().outstanding == before.outstanding
+    with connect.Connector(timeout=DEADLINE) as connector:
+        victim = start()
+        read_from(connector, victim)
+        exposed = expose_here(connector, np.zeros(LARGE, np.uint8))
+        begin_there(victim, exposed.metadata(), LARGE)
+        until(lambda: exposed.status is not OperationStatus.INITIALIZED)
+        victim.kill()
+        assert exposed.wait_released(BOUND)
+        assert connector.statistics().outstanding == 0
+        if exposed.status is OperationStatus.ERRORED:
+            until(lambda: connector.statistics().remotes == 0)
 
 
 def test_a_stopped_owner_meets_the_deadline_and_works_again(
