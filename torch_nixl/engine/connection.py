@@ -377,6 +377,10 @@ class Connection:
         self.contacts.look_after(now, waited_for)
         self.registry.collect()
 
+    def is_moving(self) -> bool:
+        """Whether bytes are meant to be moving, to or from this process."""
+        return bool(self.operations.transfers or self.operations.busy)
+
     def poll_interval(self) -> float | None:
         """Longest sleep between two polls that what is outstanding allows."""
         operations = self.operations

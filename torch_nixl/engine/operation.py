@@ -176,6 +176,9 @@ class Operation:
         """End the operation because its time is up."""
         raise NotImplementedError
 
+    def check_quarantine(self) -> None:
+        """Release memory that is still held though the operation has ended, once that is safe."""
+
     def attend(self) -> bool:
         """Do what this operation needs done now; return whether anything was."""
         return False

@@ -29,7 +29,8 @@ class OperationTable:
 
     Attributes:
         transfers: Those that move bytes, or wait for leave to.
-        busy: Exposed memory that a peer was granted, or may still touch.
+        busy: Exposed memory that a peer was granted, or may still touch; and what else waits for
+            a peer that is to be pinged.
         watched: Those whose end is waited for by somebody who doesn't poll.
     """
 
@@ -44,7 +45,7 @@ class OperationTable:
         self._numbers = itertools.count()
         self._closed = False
         self.transfers: dict[TransferOperation, None] = {}
-        self.busy: dict[PassiveOperation, None] = {}
+        self.busy: dict[Operation, None] = {}
         self.watched: dict[Operation, None] = {}
 
     def __len__(self) -> int:
