@@ -86,8 +86,8 @@ class ActiveOperation(AbstractOperation):
     def cancel(self, *, timeout: float = CANCEL_SECONDS) -> None:
         """End the operation, and wait until no more bytes move. No effect on one that has ended.
 
-        NIXL can't abort: pieces under way (of 4 MiB) still move, no further ones start. Whether
-        any, some or all bytes were written is not known; those of a target are undefined, here for
+        NIXL can't abort: pieces under way (of up to 64 MiB) still move, no further ones start.
+        Whether any, some or all bytes were written is not known; those of a target are undefined, here for
         a read, at the peer for a write. The peer is told, unless it is not torch_nixl's: that one
         never hears of the operation again.
 
