@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import math
 import os
 import secrets
 import threading
@@ -33,7 +32,7 @@ from torch_nixl.engine.envelope import derive
 from torch_nixl.engine.grants import GrantState
 from torch_nixl.engine.memory import Memory, require_writable
 from torch_nixl.engine.offer import Offer
-from torch_nixl.engine.operation import Operation
+from torch_nixl.engine.operation import Operation, deadline_after
 from torch_nixl.engine.passive import PassiveOperation
 from torch_nixl.engine.progress import (
     EXPOSED_SECONDS,
@@ -302,12 +301,7 @@ class Connection:
             self.registry.release(registered)
 
     def _deadline(self, timeout: float | None) -> float | None:
-        seconds = self.timeout if timeout is None else timeout
-        if seconds is None or seconds == math.inf:
-            return None
-        if not seconds >= 0:
-            raise ValueError(f"timeout={seconds}: expected seconds, 0 or more")
-        return time.monotonic() + seconds
+        return deadline_after(self.timeout if timeout is None else timeout)
 
     # Remotes.
 
@@ -325,7 +319,9 @@ class Connection:
             ClosedError: The connection is closed.
         """
         self._check_open()
-        return self.contacts.contact(name, connection_blob, foreign=foreign)
+        remote = self.contacts.contact(name, connection_blob, foreign=foreign)
+        self.progress.kick()
+        return remote
 
     def path(self, remote: Remote) -> str:
         """Which way bytes take to a remote: ``"cma"``, ``"tcp"`` or, to other hosts, ``"network"``.
@@ -391,7 +387,8 @@ class Connection:
         if len(operations):
             return EXPOSED_SECONDS
         # Once metadata has left, a stranger may knock at any time, and is owed an answer.
-        return IDLE_SECONDS if self._reachable or len(self.contacts) else None
+        waiting = self._reachable or len(self.contacts) or self.contacts.lingering
+        return IDLE_SECONDS if waiting else None
 
     def crash(self, error: BaseException) -> None:
         self.abort(f"its progress thread failed: {error!r}")
@@ -408,13 +405,13 @@ class Connection:
         """
         if self._closed:
             return
+        deadline = deadline_after(timeout)
         self.closing = True
-        deadline = time.monotonic() + timeout
-        for operation in self.operations.all():
-            if isinstance(operation, PassiveOperation):
-                if operation.grant.state is GrantState.OFFERED:
-                    operation.cancel()
         with contextlib.suppress(ClosedError):  # Another thread has aborted it meanwhile.
+            for operation in self.operations.all():
+                if isinstance(operation, PassiveOperation):
+                    if operation.grant.state is GrantState.OFFERED:
+                        operation.cancel()
             ended = self.progress.wait_until(
                 lambda: all(operation.quarantined for operation in self.operations.all()),
                 deadline,
@@ -460,6 +457,12 @@ class Connection:
         """Never touch the library again: this is a forked child, and the agent the parent's."""
         self._closed = "this process was forked; make a connection of its own"
         self.adapter.disown()
+        self.lock = threading.Lock()
+        self.operations.after_fork(self.lock)
+        self.contacts.after_fork()
+        self.progress.after_fork()
+        for operation in self.operations.close():
+            operation.on_fork(ClosedError(f"{operation}: {self._closed}"))
 
     def _check_open(self) -> None:
         if self._closed:

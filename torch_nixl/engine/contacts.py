@@ -7,7 +7,7 @@ import secrets
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from torch_nixl.engine import host, path, wire
@@ -40,8 +40,12 @@ MAX_REMOTES = 16384
 MAX_ESTRANGED = 1024
 """Lost remotes whose metadata is kept, to answer them if they live after all."""
 
+LINGER_SECONDS = 0.1
+"""How long making contact waits for what is left of a lost remote of the same name."""
+
 RECONTACT_SECONDS = 1.0
-"""Least time between the loss of a remote and its being contacted because it was heard again."""
+"""Least time between the loss of a remote on another host and its being contacted again because it
+was heard: what comes sooner was sent before."""
 
 
 class Contacts:
@@ -62,6 +66,16 @@ class Contacts:
     def __len__(self) -> int:
         return len(self._remotes)
 
+    @property
+    def lingering(self) -> bool:
+        """Whether the library is still to forget a lost remote."""
+        return bool(self._lingering)
+
+    def after_fork(self) -> None:
+        """Replace locks that other threads held at the fork."""
+        self._lock = self._connection.lock
+        self._contacting = threading.Lock()
+
     def get(self, name: str) -> Remote | None:
         """The remote of that name, if it is known and not lost."""
         return self._remotes.get(name)
@@ -76,7 +90,7 @@ class Contacts:
             remote = self._remotes.get(name)
             if remote is not None:
                 return remote
-            if self._sweep(name):
+            if self._must_wait_for(name):
                 raise PeerLostError(
                     f"{name} was lost, and transfers to it are still to end", remote=name
                 )
@@ -94,6 +108,16 @@ class Contacts:
             if remote.lost_error is not None:
                 raise PeerLostError(f"{name} can't be reached: {remote.lost_error}", remote=name)
         return remote
+
+    def _must_wait_for(self, name: str) -> bool:
+        """Whether transfers to a lost remote of that name are still to end, after a short wait."""
+        deadline = time.monotonic() + LINGER_SECONDS
+        # Who was just told of the loss may be here before its operation is counted out.
+        while self._sweep(name):
+            if time.monotonic() > deadline:
+                return True
+            time.sleep(0.001)
+        return False
 
     def _add(self, remote: Remote) -> None:
         info = self._adapter.inspect(remote.connection_blob)
@@ -217,10 +241,15 @@ class Contacts:
         """Contact a lost remote anew because a frame of it came: it lives, and may wait for us.
 
         Returns:
-            None if it isn't one, or was lost only just now.
+            None if it isn't one, or is dead after all.
         """
         lost = self._estranged.get(name)
-        if lost is None or lost.identity is None or now - lost.lost_at < RECONTACT_SECONDS:
+        if lost is None or lost.identity is None:
+            return None
+        if lost.identity.host == self.identity.host:
+            if not host.is_alive(lost.identity):
+                return None
+        elif now - lost.lost_at < RECONTACT_SECONDS:
             return None
         try:
             remote = self.contact(name, lost.connection_blob)
@@ -315,31 +344,46 @@ class Contacts:
     def send(self, remote: Remote, frame: wire.Frame) -> None:
         """Send a frame; a lost peer is noted, not raised: whoever waits for it is told."""
         codec = self._connection.codec
-        if codec.unnumbered:
-            self.send_raw(remote, codec.pack(frame, to=remote.name))
-        else:
-            with remote.sending:
-                self.send_raw(remote, codec.pack(frame, to=remote.name))
+        self._send(remote, lambda: codec.pack(frame, to=remote.name))
 
     def send_body(self, remote: Remote, kind: int, body: bytes) -> None:
         """Send a frame of a protocol above, as `send` does."""
         codec = self._connection.codec
-        if codec.unnumbered:
-            self.send_raw(remote, codec.pack_raw(kind, body, to=remote.name))
-        else:
-            with remote.sending:
-                self.send_raw(remote, codec.pack_raw(kind, body, to=remote.name))
+        self._send(remote, lambda: codec.pack_raw(kind, body, to=remote.name))
 
     def send_raw(self, remote: Remote, data: bytes) -> None:
         """Send packed bytes as `send` does."""
-        if remote.lost_error is not None or self._connection.closed:
-            return
-        try:
-            self._adapter.notify(remote.name, data)
-        except ClosedError:
-            pass  # Another thread has aborted the connection: everything ends with that.
-        except TorchNixlError as error:
+        self._note(remote, self._notify(remote, data))
+
+    def _send(self, remote: Remote, pack: Callable[[], bytes]) -> None:
+        if self._connection.codec.unnumbered:
+            error = self._notify(remote, pack())
+        else:
+            with remote.sending:
+                error = self._notify(remote, pack())
+        # Outside of the lock: whoever is told of the loss may have to send, too.
+        self._note(remote, error)
+
+    def _note(self, remote: Remote, error: TorchNixlError | None) -> None:
+        if error is not None:
             self.lose(remote, error)
+
+    def _notify(self, remote: Remote, data: bytes) -> TorchNixlError | None:
+        """Hand a message to the library; return why the remote must count as lost."""
+        if remote.lost_error is not None or self._connection.closed:
+            return None
+        try:
+            try:
+                self._adapter.notify(remote.name, data)
+            except MetadataError:
+                # It may be unknown for a moment, while it is learned anew.
+                with remote.learning:
+                    self._adapter.notify(remote.name, data)
+        except ClosedError:
+            return None  # Another thread has aborted the connection: everything ends with that.
+        except TorchNixlError as error:
+            return error
+        return None
 
     def say_bye(self) -> None:
         """Tell all remotes that this side ends and won't touch their memory any more."""

@@ -125,8 +125,8 @@ class Dispatcher:
     def _on_answer(self, remote: Remote, frame: wire.Granted | wire.Refuse | wire.Revoke) -> None:
         operation = self._operations.claim(frame.claim, remote)
         match frame:
-            case wire.Granted() if operation is None:
-                # Abandoned before it was granted: give it back.
+            case wire.Granted() | wire.Revoke() if operation is None:
+                # Abandoned before it was granted, or our word of its end was lost: give it back.
                 outcome = wire.Outcome.CANCELLED
                 done = wire.Done(frame.key, frame.claim, outcome, "abandoned")
                 self._contacts.send(remote, done)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -38,6 +39,22 @@ class Alarm:
     def ring(self) -> None:
         with contextlib.suppress(RuntimeError):  # Rung already and not slept on since.
             self._lock.release()
+
+
+def deadline_after(seconds: float | None) -> float | None:
+    """Return the `time.monotonic()` that lies so far ahead; None for never.
+
+    Args:
+        seconds: None and `math.inf` mean never.
+
+    Raises:
+        ValueError: They are negative, or not a number.
+    """
+    if seconds is None or seconds == math.inf:
+        return None
+    if not seconds >= 0:
+        raise ValueError(f"timeout={seconds}: expected seconds, 0 or more")
+    return time.monotonic() + seconds
 
 
 class Operation:
@@ -135,8 +152,8 @@ class Operation:
         """
         if not self._done:
             deadline = self.deadline
-            if timeout is not None:
-                until = time.monotonic() + timeout
+            until = deadline_after(timeout)
+            if until is not None:
                 deadline = until if deadline is None else min(until, deadline)
             if not self._connection.progress.wait(self, deadline):
                 self.expire()
@@ -150,7 +167,7 @@ class Operation:
         Args:
             timeout: Seconds; None waits as long as it takes, which a stopped peer can make long.
         """
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = deadline_after(timeout)
         return self._connection.progress.wait_until(lambda: self._released, deadline)
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
@@ -195,6 +212,10 @@ class Operation:
         """End at once: the agent is gone, and so is every transfer that it had posted."""
         self._finish(error)
         self._release()
+
+    def on_fork(self, error: BaseException) -> None:
+        """End in a forked child, where nothing of the library may be touched, memory included."""
+        self._finish(error)
 
     def on_lost(self, error: BaseException) -> None:
         """Take note that the remote is gone."""

@@ -189,8 +189,8 @@ class PassiveOperation(Operation):
             released = self.grant.state is GrantState.RELEASED
         self._finish(error)
         if released and self.foreign_key:
-            self._quarantined_until = time.monotonic() + FOREIGN_SECONDS
             self._connection.operations.busy[self] = None
+            self._quarantined_until = time.monotonic() + FOREIGN_SECONDS
         elif released:
             self._release()
         elif claimant is not None and self.remote is not None:

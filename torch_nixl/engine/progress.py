@@ -32,6 +32,9 @@ HOT_SECONDS = 0.002
 STALLED_SECONDS = 0.005
 """Time without a poll after which the background thread polls though others are meant to."""
 
+SWEEP_SECONDS = 1.0
+"""How long `sweep` waits for a poll that is under way."""
+
 STOP_SECONDS = 10.0
 """How long `stop` waits for the background thread, which a callback may keep."""
 
@@ -109,6 +112,7 @@ class Progress:
         self._contended_until = 0.0
         self._stepped_at = 0.0
         self._news_at = 0.0
+        self._driver = 0
         self._num_waiting = 0
         self._wake = threading.Event()
         self._stopping = False
@@ -121,6 +125,7 @@ class Progress:
         """Poll once; return whether anything happened. Returns at once if another thread polls."""
         if not self._driving.acquire(blocking=False):
             return False
+        self._driver = threading.get_ident()
         try:
             moved = self._driven.poll()
             now = time.monotonic()
@@ -131,10 +136,34 @@ class Progress:
             if moved:
                 self._news_at = now
         finally:
+            self._driver = 0
             self._driving.release()
         if self._later:
             self._call_now()
         return moved
+
+    def spin(self, ended: Callable[[], bool], seconds: float) -> bool:
+        """Poll without sleeping until `ended`; return False if it hasn't after so long.
+
+        For what mostly ends within microseconds, and need not be an operation until it doesn't.
+        """
+        self._num_waiting += 1
+        try:
+            until = time.monotonic() + seconds
+            step = self.step
+            turn = 0
+            while not ended():
+                step()
+                turn += 1
+                if turn % YIELD_TURNS == 0:
+                    if ended():
+                        break
+                    if time.monotonic() >= until:
+                        return False
+                    os.sched_yield()
+            return True
+        finally:
+            self._num_waiting -= 1
 
     def let_poll(self) -> None:
         """Wait for a poll that is under way, before a post that would hold it up.
@@ -142,7 +171,7 @@ class Progress:
         The library's lock prefers posts to polls: without this a thread that posts piece after
         piece could keep all others from polling until it has posted the last.
         """
-        if self._driving.locked():
+        if self._driving.locked() and self._driver != threading.get_ident():
             self._contended_until = time.monotonic() + CONTENDED_SECONDS
             if self._driving.acquire(timeout=LET_POLL_SECONDS):
                 self._driving.release()
@@ -152,10 +181,20 @@ class Progress:
         """Whether a post has held up a poll a short while ago."""
         return time.monotonic() < self._contended_until
 
-    def sweep(self) -> None:
-        """Take in all that has arrived by now, even if another thread is polling."""
-        with self._driving:
+    def sweep(self, timeout: float = SWEEP_SECONDS) -> None:
+        """Take in all that has arrived by now, even if another thread is polling.
+
+        Does nothing in a frame handler, which is in the middle of that, and gives up after
+        `timeout` seconds if the other thread's handler is stuck.
+        """
+        if self._driver == threading.get_ident() or not self._driving.acquire(timeout=timeout):
+            return
+        self._driver = threading.get_ident()
+        try:
             self._driven.poll()
+        finally:
+            self._driver = 0
+            self._driving.release()
 
     def wait(self, operation: Operation, deadline: float | None) -> bool:
         """Drive until `operation` has ended; return False if the deadline comes first."""
@@ -299,6 +338,13 @@ class Progress:
         if self._resting:
             self._wake.set()
 
+    def after_fork(self) -> None:
+        """Replace locks that other threads held at the fork; there is no background thread here."""
+        self._driving, self._leading = threading.Lock(), threading.Lock()
+        self._start_lock = threading.Lock()
+        self._stopping = True
+        self._thread = None
+
     def stop(self) -> None:
         """End the background thread and wait for it."""
         self._stopping = True
@@ -335,9 +381,7 @@ class Progress:
                 pause = WAIT_SECONDS / 16
                 os.sched_yield()
                 continue
-            longest = (
-                self._longest_sleep() if now < alert_until else self._driven.poll_interval()
-            )
+            longest = self._longest_sleep() if now < alert_until else self._driven.poll_interval()
             pause = min(max(pause * 1.25, WAIT_SECONDS / 16), longest or WAIT_SECONDS)
             self._resting = pause > WAIT_SECONDS or longest is None
             # What was started before this thread said that it rests did not wake it.

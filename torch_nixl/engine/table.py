@@ -56,6 +56,10 @@ class OperationTable:
         with self._lock:
             return list(self._all)
 
+    def after_fork(self, lock: threading.Lock) -> None:
+        """Replace the lock, which another thread may have held at the fork."""
+        self._lock = lock
+
     def close(self) -> list[Operation]:
         """Take in no more operations; return those that are left."""
         with self._lock:

@@ -187,8 +187,8 @@ class TransferOperation(Operation):
                 if not adapter.poll(transfer):
                     self._flight.append((transfer, nbytes))
                     continue
-            except TorchNixlError:
-                pass  # It is final, which is all that matters: the first error is reported.
+            except Exception:  # noqa: BLE001 - the first error is the one that is reported
+                pass  # Final, or never posted.
             self._spent.append(transfer)
         if isinstance(error, PeerLostError) and self.remote is not None:
             self._connection.contacts.lose(self.remote, error)
@@ -220,6 +220,8 @@ class TransferOperation(Operation):
         else:
             contacts.send_body(self.remote, *self._frame)
         lost = self.remote.lost_error
+        if self._connection.closed:
+            return ClosedError(f"{self}: the connection was closed before the peer was told")
         if lost is None:
             return None
         return PeerLostError(f"{self}: the peer is lost: {lost}", remote=self.remote.name)
