@@ -48,6 +48,9 @@ YIELD_TURNS = 8
 """Turns of the hot loop between two yields. A rank that shares its core with the one it waits for
 must let it run; one that doesn't loses a microsecond each time."""
 
+INLINE_SECONDS = 0.010
+"""How long after a thread has waited the next wait is taken to be near: the program polls inline."""
+
 ALERT_SECONDS = 0.050
 """How long the background thread goes on polling every WAIT_SECONDS after something happened."""
 
@@ -113,6 +116,7 @@ class Progress:
         self._stepped_at = 0.0
         self._news_at = 0.0
         self._driver = 0
+        self._waited_at = 0.0
         self._num_waiting = 0
         self._wake = threading.Event()
         self._stopping = False
@@ -164,6 +168,7 @@ class Progress:
             return True
         finally:
             self._num_waiting -= 1
+            self._waited_at = time.monotonic()
 
     def let_poll(self) -> None:
         """Wait for a poll that is under way, before a post that would hold it up.
@@ -290,7 +295,7 @@ class Progress:
         return True
 
     def _longest_sleep(self) -> float:
-        """Longest sleep between two polls while someone waits."""
+        """Longest sleep between two polls of the one thread that polls while someone waits."""
         brisk = time.monotonic() - self._news_at < BRISK_FOR_SECONDS and self._driven.is_moving()
         return BRISK_SECONDS if brisk else WAIT_SECONDS
 
@@ -381,7 +386,12 @@ class Progress:
                 pause = WAIT_SECONDS / 16
                 os.sched_yield()
                 continue
-            longest = self._longest_sleep() if now < alert_until else self._driven.poll_interval()
+            if now >= alert_until:
+                longest = self._driven.poll_interval()
+            elif self._num_waiting or now - self._waited_at < INLINE_SECONDS:
+                longest = WAIT_SECONDS  # Waking more often, it would only take their GIL.
+            else:
+                longest = self._longest_sleep()
             pause = min(max(pause * 1.25, WAIT_SECONDS / 16), longest or WAIT_SECONDS)
             self._resting = pause > WAIT_SECONDS or longest is None
             # What was started before this thread said that it rests did not wake it.
