@@ -49,7 +49,7 @@ YIELD_TURNS = 8
 must let it run; one that doesn't loses a microsecond each time."""
 
 INLINE_SECONDS = 0.010
-"""How long after a thread has waited the next wait is taken to be near: the program polls inline."""
+"""How long after a wait the next one is taken to be near: the program polls inline."""
 
 ALERT_SECONDS = 0.050
 """How long the background thread goes on polling every WAIT_SECONDS after something happened."""
