@@ -16,6 +16,7 @@ from torch_nixl.connect.operation import (
     OperationKind,
     OperationStatus,
 )
+from torch_nixl.engine.operation import deadline_after
 from torch_nixl.errors import TransferTimeout
 
 
@@ -28,7 +29,8 @@ class ActiveOperation(AbstractOperation):
     Raises:
         TypeError: An argument is of another type.
         ValueError: Number or sizes of the descriptors differ from the peer's; a target can't be
-            written to.
+            written to; a storage has moved since it was described; or the metadata is of the
+            other kind (which `Connector.begin_read` and `begin_write` raise as RuntimeError).
         MetadataError: What the peer told is altered, not authenticated, or names memory that it
             does not tell. Nothing was sent.
         PeerLostError: The peer can't be reached.
@@ -87,16 +89,18 @@ class ActiveOperation(AbstractOperation):
         """End the operation, and wait until no more bytes move. No effect on one that has ended.
 
         NIXL can't abort: pieces under way (of up to 64 MiB) still move, no further ones start.
-        Whether any, some or all bytes were written is not known; those of a target are undefined, here for
-        a read, at the peer for a write. The peer is told, unless it is not torch_nixl's: that one
-        never hears of the operation again.
+        Whether any, some or all bytes were written is not known; those of a target are undefined,
+        here for a read, at the peer for a write. The peer is told, unless it is not torch_nixl's:
+        that one never hears of the operation again.
 
         Args:
             timeout: Most seconds to wait for the pieces under way.
 
         Raises:
             TransferTimeout: Some still move. The memory stays owned: see `wait_released`.
+            ValueError: The timeout is negative or not a number; nothing was cancelled.
         """
+        deadline_after(timeout)
         if self._operation.done:
             return
         self._operation.cancel()

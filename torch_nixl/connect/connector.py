@@ -43,7 +43,7 @@ class Connector:
 
     Raises:
         TypeError: `worker_id` is neither a str nor None.
-        ValueError: It is empty, too long, or can't be printed.
+        ValueError: It is too long, or can't be printed.
     """
 
     def __init__(

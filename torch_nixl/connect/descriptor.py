@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NoReturn
 
 import torch
 
@@ -28,6 +29,12 @@ in the notification key; any other peer must find nothing rather than other byte
 """
 
 
+MAX_SPANS: Final = 200_000
+"""Most stretches of memory that one operation exposes: its metadata has to name each."""
+
+_registering = threading.Lock()
+
+
 @dataclass(frozen=True, slots=True)
 class _Registration:
     """What `Descriptor.register_with_connector` holds."""
@@ -42,6 +49,8 @@ class Descriptor:
 
     Nothing is copied and nothing is registered: operations do that, once for each storage. Tensors
     of any strides work between torch_nixl workers; their bytes count in the order of `flatten()`.
+    The storage has to stay where it is: after `resize_`, `share_memory_` and the like, operations
+    refuse the descriptor with ValueError. Up to `MAX_SPANS` stretches can be exposed at a time.
 
     Args:
         data: A tensor; bytes, bytearray or memoryview; a numpy array or anything with
@@ -120,7 +129,8 @@ class Descriptor:
     @property
     def is_registered(self) -> bool:
         """Whether `register_with_connector` or an operation under way keeps it registered."""
-        if self._registration is not None:
+        registration = self._registration
+        if registration is not None and not registration.connection.engine.closed:
             return True
         operation = self._used_by() if self._used_by is not None else None
         return operation is not None and not operation.released
@@ -149,22 +159,23 @@ class Descriptor:
             ClosedError: The connection is closed.
         """
         _check_connection(connection)
-        registration = self._registration
-        if registration is not None:
-            if registration.connection is connection:
-                return
-            raise RegistrationError(f"{self!r} is registered with {registration.connection}")
         engine = connection.engine
-        held = engine.register(self.memory(), public=engine.metadata_key is None)
+        with _registering:
+            registration = self._registration
+            if registration is not None and not registration.connection.engine.closed:
+                if registration.connection is connection:
+                    return
+                raise RegistrationError(f"{self!r} is registered with {registration.connection}")
+            held = engine.register(self.memory(), public=engine.metadata_key is None)
 
-        def release() -> None:
-            if not engine.closed:
-                engine.registry.release(held)
+            def release() -> None:
+                if not engine.closed:
+                    engine.registry.release(held)
 
-        # A forgotten one is let go by the driver: no finalizer may enter the library.
-        finalizer = weakref.finalize(self, engine.progress.call_from_finalizer, release)
-        finalizer.atexit = False
-        self._registration = _Registration(connection, release, finalizer)
+            # A forgotten one is let go by the driver: no finalizer may enter the library.
+            finalizer = weakref.finalize(self, engine.progress.call_from_finalizer, release)
+            finalizer.atexit = False
+            self._registration = _Registration(connection, release, finalizer)
 
     def deregister_with_connector(self, connection: Connection) -> None:
         """Undo `register_with_connector`. Operations under way keep what they use.
@@ -174,10 +185,11 @@ class Descriptor:
             RuntimeError: It isn't registered with that one.
         """
         _check_connection(connection)
-        registration = self._registration
-        if registration is None or registration.connection is not connection:
-            raise RegistrationError(f"{self!r} is not registered with {connection}")
-        self._registration = None
+        with _registering:
+            registration = self._registration
+            if registration is None or registration.connection is not connection:
+                raise RegistrationError(f"{self!r} is not registered with {connection}")
+            self._registration = None
         registration.finalizer.detach()
         registration.release()
 
@@ -185,17 +197,23 @@ class Descriptor:
         """Describe the memory for the engine.
 
         Raises:
+            TypeError: ``_data_size`` was set to something else than an int.
             ValueError: ``_data_size`` was set beyond the memory, or on memory in several pieces.
         """
         if self._memory is None:
             self._memory = _at(self.ptr, self._data_size, self._device, None)
         memory, size = self._memory, self._data_size
+        if not isinstance(size, int):
+            raise TypeError(f"_data_size: expected an int, got {type(size).__name__}")
         if size == memory.nbytes:
             return memory
         if not 0 <= size < memory.nbytes or len(memory.spans) != 1:
             raise ValueError(f"_data_size: {size} bytes of {memory.nbytes} can't be described")
         rows = spans.single(self.ptr, size) if size else spans.EMPTY
         return replace(memory, spans=rows, nbytes=size)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a Descriptor names memory of this process: send its metadata instead")
 
     def use(self, operation: Operation) -> None:
         """Note which operation uses it, for `is_registered`."""

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
 import weakref
 from abc import abstractmethod
 from types import TracebackType
 
 from torch_nixl.connect.connection import Connection
-from torch_nixl.connect.descriptor import Descriptor
+from torch_nixl.connect.descriptor import MAX_SPANS, Descriptor
 from torch_nixl.connect.exchange import Told, serialize, tell
 from torch_nixl.connect.metadata import RdmaMetadata, encode_blob
 from torch_nixl.connect.operation import (
@@ -20,6 +19,7 @@ from torch_nixl.connect.operation import (
 )
 from torch_nixl.engine.connection import Connection as Engine
 from torch_nixl.engine.grants import GrantState
+from torch_nixl.engine.operation import deadline_after
 from torch_nixl.engine.passive import PassiveOperation as EnginePassive
 from torch_nixl.errors import TransferTimeout
 
@@ -32,7 +32,8 @@ class PassiveOperation(AbstractOperation):
 
     Raises:
         TypeError: An argument is of another type.
-        ValueError: There is no descriptor, or the memory is to be written and can't be.
+        ValueError: There is no descriptor; the memory is to be written and can't be; its storage
+            has moved since it was described; or it lies in more than `MAX_SPANS` stretches.
         RegistrationError: NIXL refused the memory.
         ClosedError: The connection is closed.
     """
@@ -48,9 +49,17 @@ class PassiveOperation(AbstractOperation):
     ) -> None:
         super().__init__(connection, operation_kind, local_descriptors, None, None)
         engine = connection.engine
+        memories = [one.memory() for one in self._local]
+        num_spans = sum(len(memory.spans) for memory in memories if len(memory.spans) > 1)
+        if num_spans > MAX_SPANS:
+            raise ValueError(
+                f"local_descriptors: {num_spans} stretches of memory are more than the "
+                f"{MAX_SPANS} that metadata can name; expose a contiguous copy"
+            )
+        self._serialized = serialize(self._local)
         self._passive = engine.expose(
             DIRECTIONS[operation_kind],
-            [one.memory() for one in self._local],
+            memories,
             timeout=timeout,
             public=engine.metadata_key is None,
         )
@@ -72,7 +81,7 @@ class PassiveOperation(AbstractOperation):
         hex_encode = bool(hex_encode)
         found = self._metadata.get(hex_encode)
         if found is None:
-            serialized = serialize(self._local)
+            serialized = self._serialized
             if self._told is None:
                 connection = self._connection
                 self._told = tell(connection.engine, connection.blobs, self._passive, serialized)
@@ -103,13 +112,14 @@ class PassiveOperation(AbstractOperation):
 
         Raises:
             TransferTimeout: It has not answered. The memory stays owned: see `wait_released`.
+            ValueError: The timeout is negative or not a number; nothing was withdrawn.
         """
+        deadline = deadline_after(timeout)
         if self._operation.done:
             return
         self._operation.cancel()
         grant = self._passive.grant
         progress = self._connection.engine.progress
-        deadline = time.monotonic() + timeout
         if not progress.wait_until(lambda: grant.state is GrantState.RELEASED, deadline):
             raise TransferTimeout(f"{self._operation}: the peer has not let go in {timeout} s")
 

@@ -10,11 +10,14 @@ import logging
 import queue
 import threading
 import time
+from datetime import timedelta
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from torch_nixl.connect.metadata import RdmaMetadata
+from torch_nixl.connect.operation import OperationStatus
 from torch_nixl.connect.passive import PassiveOperation
-from torch_nixl.errors import MetadataError
+from torch_nixl.engine.operation import deadline_after
+from torch_nixl.errors import MetadataError, TransferError
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -33,7 +36,8 @@ def publish(store: Store, key: str, operation: PassiveOperation) -> RdmaMetadata
 
     Args:
         store: Any torch Store.
-        key: Name in the store. What was published under it before is replaced.
+        key: Name in the store, one of its own for each operation: metadata is good for one, and
+            whoever fetches a key before the last operation's is removed gets that one's again.
         operation: What is exposed.
 
     Returns:
@@ -46,13 +50,18 @@ def publish(store: Store, key: str, operation: PassiveOperation) -> RdmaMetadata
     if not isinstance(operation, PassiveOperation):
         raise TypeError(f"operation: expected a PassiveOperation, got {type(operation).__name__}")
     metadata = operation.metadata()
+    if operation.status in _ENDED:
+        raise TransferError(f"{operation!r} has ended: there is nothing to publish any more")
     text = metadata.model_dump_json()
-    store.set(key, text)
+    with _changing:
+        store.set(key, text)
     operation.add_done_callback(lambda: _remover.remove(store, key, text))
     return metadata
 
 
-def fetch(store: Store, key: str, *, timeout: float = FETCH_SECONDS) -> RdmaMetadata:
+def fetch(
+    store: Store, key: str, *, timeout: float | timedelta | None = FETCH_SECONDS
+) -> RdmaMetadata:
     """Wait until metadata is published under a key, and return it.
 
     It asks again and again, rather than wait in the store: a TCPStore that waits blocks all other
@@ -61,19 +70,23 @@ def fetch(store: Store, key: str, *, timeout: float = FETCH_SECONDS) -> RdmaMeta
     Args:
         store: Any torch Store.
         key: Name in the store.
-        timeout: Seconds.
+        timeout: Seconds, or a timedelta; None for no limit. A store whose server hangs is waited
+            for all the same: its calls have deadlines of their own (`Store.set_timeout`).
 
     Raises:
         TimeoutError: Nothing was published by then.
+        ValueError: The timeout is negative or not a number.
         MetadataError: What is there is no metadata.
     """
-    deadline = time.monotonic() + timeout
+    if isinstance(timeout, timedelta):
+        timeout = timeout.total_seconds()
+    deadline = deadline_after(timeout)
     pause = SHORTEST_PAUSE
     while True:
         text = _read(store, key)
         if text:
             break
-        left = deadline - time.monotonic()
+        left = LONGEST_PAUSE if deadline is None else deadline - time.monotonic()
         if left <= 0:
             raise TimeoutError(f"no metadata under {key!r} in the store after {timeout} s")
         time.sleep(min(pause, left))
@@ -93,6 +106,7 @@ def _read(store: Store, key: str) -> bytes:
     return b"" if value == _NEVER.encode() else value
 
 
+_ENDED: Final = (OperationStatus.COMPLETE, OperationStatus.CANCELLED, OperationStatus.ERRORED)
 _NEVER: Final = "torch_nixl: no such value"
 _Job: TypeAlias = "tuple[Store, str, str] | None"
 
@@ -108,17 +122,25 @@ class _Remover:
         self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
+        self._exiting = False
 
     def remove(self, store: Store, key: str, text: str) -> None:
-        """Have a key removed, unless another value has taken its place."""
+        """Have a key removed, unless this process has published another value under it."""
+        if self._exiting:
+            self._remove_now(store, key, text)
+            return
         with self._lock:
             if self._thread is None:
                 self._thread = threading.Thread(
                     target=self._run, name="torch_nixl-store", daemon=True
                 )
                 self._thread.start()
-                atexit.register(self.stop)
         self._jobs.put((store, key, text))
+
+    def exit(self) -> None:
+        """End the thread for good: at the interpreter's end none may be inside a store."""
+        self._exiting = True
+        self.stop()
 
     def stop(self) -> None:
         """Remove what is to be removed by now, and end the thread; a later key starts a new one."""
@@ -135,13 +157,22 @@ class _Remover:
                 return
             store, key, text = job
             del job
-            try:
-                if store.compare_set(key, text, "") == b"":
-                    store.delete_key(key)
-            except Exception as error:  # noqa: BLE001 - the store may be gone, and all ends then
-                log.debug("can't remove %r from the store: %s", key, error)
+            self._remove_now(store, key, text)
             # No job, no store: it may be the last to hold one.
             del store
 
+    @staticmethod
+    def _remove_now(store: Store, key: str, text: str) -> None:
+        try:
+            # Another process may publish between the two calls; this one may not.
+            with _changing:
+                if store.compare_set(key, text, "") == b"":
+                    store.delete_key(key)
+        except Exception as error:  # noqa: BLE001 - the store may be gone, and all ends then
+            log.debug("can't remove %r from the store: %s", key, error)
 
+
+_changing = threading.Lock()
 _remover = _Remover()
+# Registered here and not with the first key: operations end, and their keys go, in other hooks.
+atexit.register(_remover.exit)

@@ -8,6 +8,8 @@ import threading
 import time
 from typing import TYPE_CHECKING, Final
 
+from torch_nixl.engine.operation import deadline_after
+
 if TYPE_CHECKING:
     from torch_nixl.connect.connection import Connection
     from torch_nixl.engine.operation import Operation
@@ -39,6 +41,7 @@ class Awaiter:
             timeout: Seconds after which the operation ends with `TransferTimeout`; None leaves
                 that to its own deadline.
         """
+        deadline_after(timeout)  # Refuses what is no timeout, before anything ends by it.
         if self._operation.done:
             return
         connection = self._connection

@@ -137,14 +137,15 @@ class Connection:
 
         host.check_not_forked_in_use()
         name = f"{worker_id}-{next(_numbers)}-{secrets.token_hex(6)}"
-        adapter = NixlAdapter(name, backends=backends, progress_thread=progress_thread)
-        return cls(
-            adapter,
-            secret=secret,
-            timeout=timeout,
-            peer_timeout=peer_timeout,
-            max_registered_bytes=max_registered_bytes,
-        )
+        with host.opening():
+            adapter = NixlAdapter(name, backends=backends, progress_thread=progress_thread)
+            return cls(
+                adapter,
+                secret=secret,
+                timeout=timeout,
+                peer_timeout=peer_timeout,
+                max_registered_bytes=max_registered_bytes,
+            )
 
     @property
     def name(self) -> str:
@@ -412,16 +413,18 @@ class Connection:
                 if isinstance(operation, PassiveOperation):
                     if operation.grant.state is GrantState.OFFERED:
                         operation.cancel()
-            ended = self.progress.wait_until(
-                lambda: all(operation.quarantined for operation in self.operations.all()),
-                deadline,
-            )
+            ended = self.progress.wait_until(self._has_ended, deadline)
             if ended:
                 # Who has just said BYE is not to be sent one: NIXL logs an error for each.
                 self.progress.sweep()
                 # Peers take it as proof that we touch their memory no more.
                 self.contacts.say_bye()
         self.abort("it was closed")
+
+    def _has_ended(self) -> bool:
+        # The thread that closes may be the one that advances operations otherwise.
+        self.advance()
+        return all(operation.quarantined for operation in self.operations.all())
 
     def abort(self, why: str = "it was aborted") -> None:
         """End at once: destroy the agent and fail everything that has not ended. Idempotent.

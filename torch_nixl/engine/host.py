@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import functools
 import hashlib
 import logging
 import os
+import threading
 import time
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch_nixl.engine.wire import Identity
-from torch_nixl.errors import BackendError
+from torch_nixl.errors import BackendError, ClosedError
 
 if TYPE_CHECKING:
     from torch_nixl.engine.connection import Connection
@@ -27,6 +30,9 @@ EXIT_SECONDS = 2.0
 _open: weakref.WeakSet[Connection] = weakref.WeakSet()
 
 _forked_in_use = False
+_condition = threading.Condition()
+_num_opening = 0
+_exiting = False
 
 
 def identity() -> Identity:
@@ -75,6 +81,26 @@ def check_not_forked_in_use() -> None:
         )
 
 
+@contextlib.contextmanager
+def opening() -> Iterator[None]:
+    """Have the interpreter's exit wait for an agent that is being made, and refuse later ones.
+
+    Raises:
+        ClosedError: The interpreter is exiting.
+    """
+    global _num_opening
+    with _condition:
+        if _exiting:
+            raise ClosedError("the interpreter is exiting: no connection can be opened")
+        _num_opening += 1
+    try:
+        yield
+    finally:
+        with _condition:
+            _num_opening -= 1
+            _condition.notify_all()
+
+
 def watch(connection: Connection) -> None:
     """Close a connection at interpreter exit, and disown it in forked children."""
     _open.add(connection)
@@ -92,7 +118,12 @@ def keep_for_ever(value: object) -> None:
 
 @atexit.register
 def _close_all() -> None:
+    global _exiting
     deadline = time.monotonic() + EXIT_SECONDS
+    with _condition:
+        _exiting = True
+        # A daemon thread that is inside NIXL when the interpreter ends aborts the process.
+        _condition.wait_for(lambda: _num_opening == 0, EXIT_SECONDS)
     for connection in list(_open):
         try:
             connection.close(max(0.0, deadline - time.monotonic()))
@@ -101,7 +132,9 @@ def _close_all() -> None:
 
 
 def _after_fork_in_child() -> None:
-    global _forked_in_use
+    global _forked_in_use, _condition, _num_opening
+    _condition = threading.Condition()
+    _num_opening = 0
     for connection in list(_open):
         connection.disown()
         _forked_in_use = True

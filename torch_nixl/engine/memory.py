@@ -80,6 +80,22 @@ def as_memory(data: object, *, name: str = "data") -> Memory:
     return data if isinstance(data, Memory) else buffer_memory(data, name=name)
 
 
+def require_in_place(memory: Memory) -> None:
+    """Refuse memory whose storage has moved or shrunk since it was described.
+
+    Raises:
+        ValueError: `Tensor.resize_`, `share_memory_`, FSDP or the like have moved it.
+    """
+    storage = memory.anchor
+    if isinstance(storage, torch.UntypedStorage) and (
+        storage.data_ptr() != memory.base or storage.nbytes() < memory.extent
+    ):
+        raise ValueError(
+            f"the storage of {memory.nbytes} bytes has moved or shrunk since it was described "
+            "(resize_, share_memory_ and the like do that): describe the tensor anew"
+        )
+
+
 def require_writable(memory: Memory, name: str) -> None:
     """Refuse memory that can't be the target of a transfer.
 

@@ -28,7 +28,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch_nixl.engine.adapter import Adapter, MemoryKind, Region, Registration, Spans
-from torch_nixl.engine.memory import Memory
+from torch_nixl.engine.memory import Memory, require_in_place
 from torch_nixl.engine.spans import with_device
 from torch_nixl.errors import ClosedError, RegistrationError
 
@@ -129,8 +129,10 @@ class Registry:
 
         Raises:
             RegistrationError: The library refused; nothing is held.
+            ValueError: The memory's storage has moved since.
             ClosedError: The registry is closed.
         """
+        require_in_place(memory)
         if memory.nbytes == 0:
             return RegisteredMemory(memory, 0, with_device(memory.spans, 0), None)
         if self._orphans or self._waste:
