@@ -90,6 +90,7 @@ lint: $(VENV)/.stamp-dev
 	$(PY) -m ruff check .
 	$(PY) -m mypy
 	$(PY) -m mypy benchmarks/connect.py
+	$(PY) -m mypy benchmarks/p2p.py
 
 format: $(VENV)/.stamp-dev
 	$(PY) -m ruff format .

@@ -23,36 +23,71 @@ if TYPE_CHECKING:
         TransferError,
         TransferTimeout,
     )
+    from torch_nixl.p2p.communicator import Communicator
+    from torch_nixl.p2p.functions import (
+        batch_isend_irecv,
+        get_communicator,
+        init,
+        irecv_tensor,
+        isend_tensor,
+        recv_tensor,
+        send_tensor,
+        shutdown,
+    )
+    from torch_nixl.p2p.tensors import MismatchError
+    from torch_nixl.p2p.work import Work
 
 __version__ = "0.1.0"
 
 __all__ = [
     "BackendError",
     "ClosedError",
+    "Communicator",
     "LeaseExpired",
     "MetadataError",
+    "MismatchError",
     "PeerLostError",
     "RegistrationError",
     "TorchNixlError",
     "TransferCancelled",
     "TransferError",
     "TransferTimeout",
+    "Work",
     "__version__",
+    "batch_isend_irecv",
     "connect",
+    "get_communicator",
+    "init",
+    "irecv_tensor",
+    "isend_tensor",
+    "recv_tensor",
+    "send_tensor",
+    "shutdown",
 ]
 
 # Where each public name lives. `TYPE_CHECKING` above says the same to type checkers.
 _HOMES = {
     "BackendError": "torch_nixl.errors",
     "ClosedError": "torch_nixl.errors",
+    "Communicator": "torch_nixl.p2p.communicator",
     "LeaseExpired": "torch_nixl.errors",
     "MetadataError": "torch_nixl.errors",
+    "MismatchError": "torch_nixl.p2p.tensors",
     "PeerLostError": "torch_nixl.errors",
     "RegistrationError": "torch_nixl.errors",
     "TorchNixlError": "torch_nixl.errors",
     "TransferCancelled": "torch_nixl.errors",
     "TransferError": "torch_nixl.errors",
     "TransferTimeout": "torch_nixl.errors",
+    "Work": "torch_nixl.p2p.work",
+    "batch_isend_irecv": "torch_nixl.p2p.functions",
+    "get_communicator": "torch_nixl.p2p.functions",
+    "init": "torch_nixl.p2p.functions",
+    "irecv_tensor": "torch_nixl.p2p.functions",
+    "isend_tensor": "torch_nixl.p2p.functions",
+    "recv_tensor": "torch_nixl.p2p.functions",
+    "send_tensor": "torch_nixl.p2p.functions",
+    "shutdown": "torch_nixl.p2p.functions",
 }
 
 # Public modules, loaded the same way.

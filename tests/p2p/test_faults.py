@@ -1,0 +1,165 @@
+"""Transfers that fail, stand still or end too late, on the loopback adapter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from p2p.conftest import World
+from torch_nixl.engine.loopback import LoopbackAdapter
+from torch_nixl.errors import PeerLostError, TransferError, TransferTimeout
+from torch_nixl.p2p import protocol
+from torch_nixl.p2p.communicator import Communicator
+from torch_nixl.testing import LoopbackFabric
+
+LARGE = 4 * protocol.EAGER_NBYTES
+"""Elements of float32 in a message that is offered."""
+
+
+def adapter_of(communicator: Communicator) -> LoopbackAdapter:
+    adapter = communicator.connection.adapter
+    assert isinstance(adapter, LoopbackAdapter)
+    return adapter
+
+
+def mover(path: str, sender: Communicator, receiver: Communicator) -> Communicator:
+    """Who posts the transfers."""
+    return receiver if path == "cma" else sender
+
+
+def settled(*communicators: Communicator) -> bool:
+    """Whether nothing is left in any table, waiting for it a while."""
+    return all(
+        one.connection.progress.wait_until(lambda: one.statistics().outstanding == 0, None)  # noqa: B023
+        for one in communicators
+    )
+
+
+@pytest.mark.parametrize("call", ["prepare", "register"])
+def test_transfer_that_can_not_start_fails_on_both_sides_and_costs_one_message(
+    world: World, fabric: LoopbackFabric, path: str, call: str
+) -> None:
+    a, b = world()
+    send = a.isend(torch.ones(LARGE), 1)
+    b.probe(0)
+    faulty = mover(path, a, b) if call == "prepare" else b
+    fabric.fail_next(adapter_of(faulty), call)  # type: ignore[arg-type]
+    receive = b.irecv(0)
+    for work in (receive, send):
+        with pytest.raises((TransferError, RuntimeError)):
+            work.wait(10)
+    assert send.wait_released(10)
+    assert receive.wait_released(10)
+    again = a.isend(torch.full((LARGE,), 2.0), 1)
+    assert float(b.recv(0)[-1]) == 2.0
+    again.wait()
+    assert settled(a, b)
+
+
+def test_post_that_breaks_the_connection_is_a_lost_peer(
+    world: World, fabric: LoopbackFabric, path: str
+) -> None:
+    a, b = world()
+    send = a.isend(torch.ones(LARGE), 1, timeout=2)
+    b.probe(0)
+    faulty = mover(path, a, b)
+    fabric.fail_next(adapter_of(faulty), "post")
+    receive = b.irecv(0, timeout=2)
+    with pytest.raises(PeerLostError):
+        (receive if faulty is b else send).wait(10)
+    # The other side's connection may be whole: it hears of it at its next word, or times out.
+    with pytest.raises(TransferError):
+        (send if faulty is b else receive).wait(10)
+    if faulty is b:
+        assert send.wait_released(10)
+
+
+def test_receiver_that_gives_up_owns_its_memory_until_nothing_moves(
+    world: World, fabric: LoopbackFabric, path: str
+) -> None:
+    a, b = world()
+    fabric.delay(1, initiator=mover(path, a, b).connection.name)
+    out = torch.zeros(LARGE)
+    sent = torch.ones(LARGE)
+    send = a.isend(sent, 1)
+    receive = b.irecv(0, out=out, timeout=0.1)
+    with pytest.raises(TransferTimeout):
+        receive.wait()
+    assert not receive.wait_released(0.05), "bytes may still land"
+    fabric.delay(None, initiator=mover(path, a, b).connection.name)
+    fabric.delay(1 << 30)
+    assert receive.wait_released(10)
+    assert send.wait_released(10)
+    out.zero_()
+    a.isend(torch.full((LARGE,), 3.0), 1)
+    assert float(b.recv(0)[-1]) == 3.0
+    assert not out.any(), "bytes landed after the memory was released"
+    assert settled(a, b)
+
+
+def test_sender_that_gives_up_owns_its_memory_until_nothing_moves(
+    world: World, fabric: LoopbackFabric, path: str
+) -> None:
+    a, b = world()
+    fabric.delay(1, initiator=mover(path, a, b).connection.name)
+    receive = b.irecv(0)
+    send = a.isend(torch.ones(LARGE), 1, timeout=0.1)
+    with pytest.raises(TransferTimeout):
+        send.wait()
+    assert not send.wait_released(0.05), "it may still be read"
+    fabric.delay(None, initiator=mover(path, a, b).connection.name)
+    fabric.delay(1 << 30)
+    assert send.wait_released(10)
+    if path == "cma":
+        assert bool((receive.result() == 1.0).all())  # type: ignore[union-attr]
+    else:
+        with pytest.raises(TransferTimeout, match="other side"):
+            receive.wait(10)
+    assert settled(a, b)
+
+
+def test_receive_that_finds_no_memory_tells_the_sender(
+    world: World, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    a, b = world()
+
+    def fail(*_: object, **__: object) -> torch.Tensor:
+        raise RuntimeError("out of memory")
+
+    for count in (10, LARGE):
+        send = a.isend(torch.ones(count), 1)
+        b.probe(0)
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "empty", fail)
+            with pytest.raises(RuntimeError, match="out of memory"):
+                b.recv(0)
+            assert a.connection.progress.wait_until(lambda: send.exception() is not None, None)  # noqa: B023
+            with pytest.raises(TransferError, match="out of memory"):
+                send.wait()
+    a.isend(torch.tensor(4), 1)
+    assert int(b.recv(0)) == 4
+
+
+def test_garbage_in_frames_is_refused_and_hurts_nobody(world: World) -> None:
+    a, b = world()
+    a.send(torch.tensor(1), 1)
+    b.recv(0)
+    peer = a._exchange.peers[1]
+    context = protocol.CONTEXT.pack(a._exchange.context)
+    refused = b.connection.statistics().frames_refused
+    for kind in protocol.KINDS:
+        for tail in (b"", b"\xff" * 3, b"\xff" * 70):
+            if (kind, tail) != (protocol.LEAVE, b""):
+                a._exchange.send(peer, kind, context + tail if kind != protocol.LEAVE else tail)
+    a.send(torch.tensor(2), 1)
+    assert int(b.recv(0)) == 2
+    assert b.connection.statistics().frames_refused > refused
+
+
+def test_frames_of_a_closed_communicator_are_answered(world: World) -> None:
+    a, b = world()
+    a.send(torch.tensor(1), 1)
+    b.recv(0)
+    b._hub.remove(b._exchange)
+    with pytest.raises(PeerLostError, match="rank 1 has closed"):
+        a.isend(torch.ones(LARGE), 1).wait(10)

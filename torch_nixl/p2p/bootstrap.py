@@ -1,0 +1,99 @@
+"""How ranks find each other: a store that all of them reach, used until first contact.
+
+Keys, below the Communicator's prefix. `k` counts how often a rank has made a Communicator with this
+prefix: all ranks do so equally often, so the k-th of one belongs to the k-th of the others.
+
+    made/<rank>     how often that rank has made one; stays
+    <k>/nonce       random; whoever comes first sets it, and all take it for their context
+    <k>/<rank>      how to reach that rank; removed when it closes
+    <k>/left        how many have closed; the last one removes it and the nonce
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import hashlib
+import secrets
+import time
+
+from torch.distributed import Store
+
+from torch_nixl.engine.envelope import seal, unseal
+from torch_nixl.errors import ClosedError, MetadataError, TransferTimeout
+
+_SLICE_SECONDS = 1.0
+
+
+class Bootstrap:
+    """One rank's use of the store for one Communicator.
+
+    Args:
+        store: Any torch Store.
+        prefix: Sets apart what this and other groups write.
+        rank: This rank.
+        world_size: How many there are.
+        key: For `seal`: from `derive(secret, "metadata")`, or None.
+    """
+
+    def __init__(
+        self, store: Store, prefix: str, rank: int, world_size: int, key: bytes | None
+    ) -> None:
+        self._store = store
+        self._rank = rank
+        self._world_size = world_size
+        self._key = key
+        self._left = False
+        incarnation = store.add(f"{prefix}/made/{rank}", 1)
+        self._prefix = f"{prefix}/{incarnation}"
+        mine = secrets.token_hex(16)
+        nonce = store.compare_set(f"{self._prefix}/nonce", "", mine)
+        digest = hashlib.sha256(b"torch_nixl p2p " + self._prefix.encode() + b" " + bytes(nonce))
+        self.context = int.from_bytes(digest.digest()[:4], "little")
+
+    def publish(self, metadata: bytes) -> None:
+        """Tell the others how to reach this rank."""
+        self._store.set(f"{self._prefix}/{self._rank}", seal(metadata, key=self._key).hex())
+
+    def fetch(self, rank: int, timeout: float | None) -> bytes:
+        """Wait until a rank has published how to reach it.
+
+        Raises:
+            TransferTimeout: It hasn't within `timeout` seconds.
+            MetadataError: What it published is not acceptable.
+            ClosedError: This Communicator was closed meanwhile.
+        """
+        key = f"{self._prefix}/{rank}"
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            left = _SLICE_SECONDS if deadline is None else deadline - time.monotonic()
+            if self._left:
+                raise ClosedError("the Communicator was closed")
+            wait = datetime.timedelta(seconds=max(0.001, min(left, _SLICE_SECONDS)))
+            try:
+                self._store.wait([key], wait)
+                text = self._store.get(key)
+                break
+            # What a store raises at its timeout differs between stores and releases.
+            except RuntimeError as error:
+                if left <= 0:
+                    raise TransferTimeout(
+                        f"rank {rank} has not made its Communicator within {timeout} s, or has "
+                        "closed it already"
+                    ) from error
+        try:
+            return unseal(bytes.fromhex(text.decode()), key=self._key)
+        except ValueError as error:
+            raise MetadataError(f"rank {rank} has published something else: {error}") from error
+
+    def leave(self) -> None:
+        """Remove this rank's keys, and the last one the rest."""
+        if self._left:
+            return
+        self._left = True
+        # A store whose host has ended can't be tidied, and need not be.
+        with contextlib.suppress(RuntimeError):
+            self._store.delete_key(f"{self._prefix}/{self._rank}")
+            if self._store.add(f"{self._prefix}/left", 1) == self._world_size:
+                self._store.delete_key(f"{self._prefix}/nonce")
+                self._store.delete_key(f"{self._prefix}/left")

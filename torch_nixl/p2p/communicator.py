@@ -1,0 +1,425 @@
+"""Ranks that send tensors to each other."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import math
+import time
+from collections.abc import Iterable
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import torch
+
+from torch_nixl.engine.connection import DEFAULT_TIMEOUT, Connection
+from torch_nixl.engine.remotes import Contact
+from torch_nixl.errors import ClosedError, TransferTimeout
+from torch_nixl.p2p import protocol
+from torch_nixl.p2p.bootstrap import Bootstrap
+from torch_nixl.p2p.description import DEVICES, describe
+from torch_nixl.p2p.exchange import Exchange
+from torch_nixl.p2p.hub import hub_of, leave_connection, share_connection
+from torch_nixl.p2p.receiving import ReceiveOperation
+from torch_nixl.p2p.sending import SendOperation
+from torch_nixl.p2p.tensors import check_target, host_address, make_source, sendable, settle
+from torch_nixl.p2p.values import (
+    CommunicatorStatistics,
+    Envelope,
+    SendOrReceive,
+    operation_name,
+)
+from torch_nixl.p2p.work import Work
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+    from torch_nixl.p2p.peer import Peer
+
+CLOSE_SECONDS = 5.0
+"""How long `close` waits for what was sent to be received."""
+
+
+class Communicator:
+    """Sends and receives tensors between ranks.
+
+    Messages between two ranks with one tag arrive in the order they were sent. A rank is met when
+    something is first sent to it or received from it; until it has made its own Communicator, that
+    call waits, up to the timeout. Any thread may use it.
+
+    Args:
+        store: Through which ranks find each other; used until first contact.
+        rank: This rank.
+        world_size: How many there are.
+        prefix: Sets apart the keys of several groups in one store.
+        timeout: Seconds after which sends and receives end with `TransferTimeout`; None for never.
+        connection: An agent to use instead of the one that all Communicators share. Not closed
+            with the Communicator.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        world_size: int,
+        *,
+        prefix: str = "torch_nixl",
+        timeout: float | datetime.timedelta | None = DEFAULT_TIMEOUT,
+        connection: Connection | None = None,
+    ) -> None:
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank={rank}: expected 0 to {world_size - 1}")
+        self.rank = rank
+        self.world_size = world_size
+        self.timeout = _seconds(timeout)
+        self._shares = connection is None
+        self._connection = share_connection(rank) if connection is None else connection
+        try:
+            key = self._connection.metadata_key
+            self._bootstrap = Bootstrap(store, prefix, rank, world_size, key)
+            self._hub = hub_of(self._connection)
+            context = self._bootstrap.context
+            self._exchange = Exchange(self._connection, context, rank, world_size, self._hub.lock)
+            # Before anyone can know how to reach it.
+            self._hub.add(self._exchange)
+            self._bootstrap.publish(self._connection.metadata()[0])
+        except BaseException:
+            if self._shares:
+                leave_connection(self._connection, abort=False, timeout=CLOSE_SECONDS)
+            raise
+
+    @property
+    def connection(self) -> Connection:
+        """The agent below."""
+        return self._connection
+
+    @property
+    def closed(self) -> bool:
+        return self._exchange.closed is not None
+
+    # Sending.
+
+    def send(
+        self, tensor: torch.Tensor, dst: int, *, tag: int = 0, timeout: float | None = None
+    ) -> None:
+        """Send a tensor; return once it may be changed again.
+
+        Args:
+            tensor: Any strides and dtype; only its data is sent, not its graph.
+            dst: The rank that receives it; may be this one.
+            tag: 0 or more: the receiver asks for it by this number.
+            timeout: Seconds; `math.inf` for no limit; the Communicator's by default.
+
+        Raises:
+            TypeError, ValueError: An argument can't be sent, or there is no such rank.
+            TransferTimeout: It was not received in time. The memory stays owned until it is
+                released; use `isend` to know when.
+            MismatchError: The receiver has a tensor for it that it doesn't fit. A small message has
+                left before that shows: then the log says so, and `statistics`.
+            PeerLostError: The receiver died or closed.
+            ClosedError: This Communicator is closed.
+        """
+        operation = self._send(tensor, dst, tag, timeout, waiting=True)
+        if isinstance(operation, SendOperation):
+            operation.wait()
+
+    def isend(
+        self, tensor: torch.Tensor, dst: int, *, tag: int = 0, timeout: float | None = None
+    ) -> Work:
+        """Begin to send a tensor, which must not change before the Work has ended.
+
+        See `send` for arguments and errors; those after the first three come with the Work.
+        """
+        operation = self._send(tensor, dst, tag, timeout, waiting=False)
+        if isinstance(operation, SendOperation):
+            return Work(self._exchange, operation)
+        return Work(self._exchange, None, number=operation, nbytes=tensor.nbytes)
+
+    def _send(
+        self, tensor: torch.Tensor, dst: int, tag: int, timeout: float | None, *, waiting: bool
+    ) -> SendOperation | int:
+        address = host_address(tensor)
+        if not address:
+            tensor = sendable(tensor)
+        description = describe(tensor)
+        if not 0 <= tag <= protocol.MAX_TAG:
+            raise ValueError(f"tag={tag}: expected 0 to 2^63 - 1")
+        exchange = self._exchange
+        deadline = self._deadline(timeout)
+        peer = exchange.peers.get(dst)
+        if peer is None:
+            if dst == self.rank:
+                exchange.inbox.post_local(tag, description, tensor.detach().clone())
+                return 0
+            peer = self._meet(dst, "dst", deadline)
+        if description.nbytes <= protocol.EAGER_NBYTES:
+            return exchange.outbox.submit_eager(peer, tag, description, tensor, address, deadline)
+        memory = make_source(tensor)
+        settle(tensor)
+        held = self._connection.register(memory)
+        operation = SendOperation(exchange, peer, tag, description, tensor, held, deadline)
+        operation.packed = memory.owner is not tensor and memory.base != _base(tensor)
+        operation.waiting = waiting
+        try:
+            exchange.outbox.submit(operation)
+        except BaseException:
+            self._connection.registry.release(held)
+            raise
+        return operation
+
+    # Receiving.
+
+    def recv(
+        self,
+        src: int | None = None,
+        *,
+        out: torch.Tensor | None = None,
+        tag: int = 0,
+        device: torch.device | str | None = None,
+        timeout: float | None = None,
+    ) -> torch.Tensor:
+        """Receive a tensor.
+
+        Args:
+            src: The rank it comes from; None for any.
+            out: Where it goes; any strides. Shape and dtype must be those that were sent. A new
+                tensor by default.
+            tag: The tag it was sent with.
+            device: Where a new tensor is made; by default the sender's kind of device.
+            timeout: Seconds; `math.inf` for no limit; the Communicator's by default.
+
+        Returns:
+            `out`, or the new tensor.
+
+        Raises:
+            TypeError, ValueError: `out` can't be received into, or there is no such rank.
+            TransferTimeout: Nothing came in time. A message that comes later is intact.
+            MismatchError: It doesn't fit `out`, which is untouched. The message is gone.
+            PeerLostError: The sender died or closed.
+            TransferError: The sender gave up, or could not move it.
+            ClosedError: This Communicator is closed.
+        """
+        operation = self._receive(src, out, tag, device, timeout, spin=True)
+        operation.wait()
+        result = operation.result
+        assert result is not None
+        return result
+
+    def irecv(
+        self,
+        src: int | None = None,
+        *,
+        out: torch.Tensor | None = None,
+        tag: int = 0,
+        device: torch.device | str | None = None,
+        timeout: float | None = None,
+    ) -> Work:
+        """Begin to receive a tensor. See `recv`; the Work's `result()` has the tensor."""
+        operation = self._receive(src, out, tag, device, timeout, spin=False)
+        self._connection.progress.kick()
+        return Work(self._exchange, operation)
+
+    def _receive(
+        self,
+        src: int | None,
+        out: torch.Tensor | None,
+        tag: int,
+        device: torch.device | str | None,
+        timeout: float | None,
+        *,
+        spin: bool,
+    ) -> ReceiveOperation:
+        if not 0 <= tag <= protocol.MAX_TAG:
+            raise ValueError(f"tag={tag}: expected 0 to 2^63 - 1")
+        address = 0
+        if out is not None:
+            if device is not None:
+                raise ValueError("expected out= or device=, not both")
+            address = check_target(out)
+            if not address:
+                settle(out)
+        exchange = self._exchange
+        deadline = self._deadline(timeout)
+        if src is not None and src != self.rank and src not in exchange.peers:
+            self._meet(src, "src", deadline)
+        where = None if device is None else torch.device(device)
+        if where is not None and where.type not in DEVICES:
+            raise ValueError(f"device={device}: expected one of {', '.join(DEVICES)}")
+        operation = ReceiveOperation(exchange, src, tag, out, address, where, deadline)
+        exchange.inbox.post(operation, spin=spin)
+        return operation
+
+    def iprobe(self, src: int | None = None, *, tag: int = 0) -> Envelope | None:
+        """Tell what the next receive from `src` with `tag` would get, if it is here already."""
+        return self._probe(src, tag)
+
+    def probe(
+        self, src: int | None = None, *, tag: int = 0, timeout: float | None = None
+    ) -> Envelope:
+        """Wait until a message is here, and tell what it is without receiving it.
+
+        Raises:
+            TransferTimeout: None came in time.
+            PeerLostError: The sender died or closed.
+            ClosedError: This Communicator is closed.
+        """
+        exchange = self._exchange
+        deadline = self._deadline(timeout)
+        if src is not None and src != self.rank and src not in exchange.peers:
+            self._meet(src, "src", deadline)
+        exchange.inbox.want_probed(src, tag)
+
+        def ready() -> bool:
+            found = self._probe(src, tag) is not None
+            return found or exchange.closed is not None or exchange.inbox.why_none(src) is not None
+
+        if not self._connection.progress.wait_until(ready, deadline):
+            raise TransferTimeout(f"no message from rank {src}, tag {tag} came in time")
+        envelope = self._probe(src, tag)
+        if envelope is None:
+            raise exchange.inbox.why_none(src) or ClosedError("the Communicator was closed")
+        return envelope
+
+    def _probe(self, src: int | None, tag: int) -> Envelope | None:
+        if self._exchange.closed is None:
+            self._connection.progress.step()
+        with self._exchange.lock:
+            message = self._exchange.inbox.matcher.peek(src, tag)
+        if message is None:
+            return None
+        what = message.description
+        return Envelope(message.source, tag, what.shape, what.dtype, what.nbytes)
+
+    def batch_isend_irecv(self, operations: Iterable[SendOrReceive]) -> list[Work]:
+        """Begin several sends and receives: the receives first, so that messages find them.
+
+        Args:
+            operations: `torch.distributed.P2POp`, or anything with its attributes.
+
+        Returns:
+            The Works, in the order of the operations.
+        """
+        operations = list(operations)
+        names = [operation_name(one) for one in operations]
+        works: dict[int, Work] = {}
+        for wanted in ("irecv", "isend"):
+            for index, (name, one) in enumerate(zip(names, operations, strict=True)):
+                if name != wanted:
+                    continue
+                tag = one.tag or 0
+                if name == "irecv":
+                    works[index] = self.irecv(one.peer, out=one.tensor, tag=tag)
+                else:
+                    works[index] = self.isend(one.tensor, one.peer, tag=tag)
+        return [works[index] for index in range(len(operations))]
+
+    # Contact.
+
+    def _meet(self, rank: int, name: str, deadline: float | None) -> Peer:
+        if self._exchange.closed is not None:
+            raise ClosedError(str(self._exchange.closed))
+        if not (isinstance(rank, int) and 0 <= rank < self.world_size):
+            raise ValueError(f"{name}={rank!r}: expected a rank, 0 to {self.world_size - 1}")
+        timeout = None if deadline is None else deadline - time.monotonic()
+        blob = self._bootstrap.fetch(rank, timeout)
+        info = self._connection.adapter.inspect(blob)
+        remote = self._connection.contact(info.agent, blob)
+        return self._exchange.meet(rank, remote)
+
+    def _deadline(self, timeout: float | None) -> float | None:
+        seconds = self.timeout if timeout is None else timeout
+        if seconds is None or seconds == math.inf:
+            return None
+        if not seconds >= 0:
+            raise ValueError(f"timeout={seconds}: expected seconds, 0 or more")
+        return time.monotonic() + seconds
+
+    # The end.
+
+    def close(self, timeout: float = CLOSE_SECONDS) -> None:
+        """End gracefully: fail what waits to be received, let what was sent be received.
+
+        Idempotent.
+
+        Args:
+            timeout: Seconds after which sends that were not received fail, too.
+        """
+        self._end("the Communicator was closed", timeout)
+
+    def abort(self) -> None:
+        """End at once: all who wait return with `ClosedError`. Idempotent.
+
+        The last Communicator of a process takes the agent with it, which stops all transfers.
+        """
+        self._end("the Communicator was aborted", None)
+
+    def _end(self, why: str, timeout: float | None) -> None:
+        exchange = self._exchange
+        with exchange.lock:
+            if exchange.closed is not None:
+                return
+            exchange.closed = ClosedError(why)
+        deadline = time.monotonic() + (timeout or 0.0)
+        outstanding = exchange.outstanding()
+        for one in outstanding:
+            if timeout is None or isinstance(one, ReceiveOperation):
+                one.fail(ClosedError(f"{one}: {why}"))
+        with contextlib.suppress(ClosedError):
+            if timeout is not None:
+                self._connection.progress.wait_until(self._is_quiet, deadline)
+            for one in exchange.outstanding():
+                one.fail(ClosedError(f"{one}: {why}"))
+            if timeout is not None:
+                self._connection.progress.wait_until(
+                    lambda: not exchange.outstanding(), min(deadline, time.monotonic() + 1.0)
+                )
+        exchange.say_leave()
+        self._hub.remove(exchange)
+        self._bootstrap.leave()
+        if self._shares:
+            leave_connection(
+                self._connection, abort=timeout is None, timeout=timeout or CLOSE_SECONDS
+            )
+
+    def _is_quiet(self) -> bool:
+        """Whether all that was sent has been received, or has at least reached its rank."""
+        exchange = self._exchange
+        return not exchange.outstanding() and not any(
+            peer.remote.contact is Contact.GREETING for peer in list(exchange.peers.values())
+        )
+
+    def __enter__(self) -> Communicator:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def statistics(self) -> CommunicatorStatistics:
+        """What this Communicator has done so far, as frozen values."""
+        exchange = self._exchange
+        return CommunicatorStatistics(
+            sent=exchange.outbox.num_sent,
+            received=exchange.inbox.num_received,
+            queued=exchange.outbox.num_queued,
+            refused=exchange.outbox.num_refused,
+            unexpected=exchange.inbox.matcher.num_messages,
+            outstanding=len(exchange.outstanding()),
+            peers=len(exchange.peers),
+        )
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else "open"
+        return f"<Communicator rank {self.rank} of {self.world_size} {state}>"
+
+
+def _base(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _seconds(timeout: float | datetime.timedelta | None) -> float | None:
+    return timeout.total_seconds() if isinstance(timeout, datetime.timedelta) else timeout

@@ -1,0 +1,202 @@
+"""One Communicator's traffic: whom it has met, and what the two halves of it share.
+
+[Note: p2p locks]
+`Exchange.lock` guards the matcher, credits and queues. All exchanges of a connection share one: to
+send may find a peer lost, which all of them are told in the same thread. Frames whose order counts
+are sent with it held: the library's messages are first in, first out, and so are those of one
+source and tag. What takes longer (copies, registrations) happens without it. The connection's lock
+may be taken inside of it, never the other way round; nobody polls while holding it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from torch_nixl.errors import ClosedError, MetadataError, PeerLostError
+from torch_nixl.p2p import protocol
+from torch_nixl.p2p.inbox import Inbox
+from torch_nixl.p2p.outbox import Outbox
+from torch_nixl.p2p.peer import Peer
+from torch_nixl.p2p.receiving import ReceiveOperation
+from torch_nixl.p2p.sending import SendOperation
+
+if TYPE_CHECKING:
+    from torch_nixl.engine.connection import Connection
+    from torch_nixl.engine.remotes import Remote
+
+
+class Exchange:
+    """The traffic of one Communicator.
+
+    Attributes:
+        connection: The agent, which other Communicators may share.
+        context: Tells its frames from those of others.
+        rank: Ours.
+        world_size: How many ranks there are.
+        peers: Those met, by rank.
+        by_remote: The same by agent.
+        closed: Why nothing can be done any more; None while all is well.
+        handlers: What is done with frames of each kind.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        context: int,
+        rank: int,
+        world_size: int,
+        lock: threading.RLock,
+    ) -> None:
+        self.connection = connection
+        self.context = context
+        self.rank = rank
+        self.world_size = world_size
+        self.lock = lock
+        self.numbers = itertools.count(1)
+        self.peers: dict[int, Peer] = {}
+        self.by_remote: dict[Remote, Peer] = {}
+        self.closed: BaseException | None = None
+        self.outbox = Outbox(self)
+        self.inbox = Inbox(self)
+        self.handlers: dict[int, Callable[[Peer, bytes], None]] = {
+            **self.outbox.handlers,
+            **self.inbox.handlers,
+            protocol.LEAVE: self.on_leave,
+        }
+
+    def meet(self, rank: int, remote: Remote) -> Peer:
+        """Find or make the peer of that rank, and introduce ourselves.
+
+        Raises:
+            MetadataError: Another agent is that rank.
+        """
+        with self.lock:
+            peer = self.peers.get(rank)
+            if peer is not None:
+                if peer.remote is not remote and peer.remote.name != remote.name:
+                    raise MetadataError(
+                        f"{remote.name} says it is rank {rank}, which is {peer.remote.name}"
+                    )
+                return peer
+            peer = Peer(self, rank, remote)
+            self.peers[rank] = peer
+            self.by_remote[remote] = peer
+            self.connection.operations.add(peer.link)
+            self.send(
+                peer, protocol.INTRO, protocol.pack_intro(self.context, self.rank, self.world_size)
+            )
+            if self.inbox.matcher.num_any:
+                self.look_after(peer)
+        if remote.lost_error is not None:
+            self.lose(peer, remote.lost_error)
+        self.connection.progress.kick()
+        return peer
+
+    def on_intro(self, remote: Remote, body: bytes) -> None:
+        """A rank says who it is."""
+        rank, world_size = protocol.parse_intro(body)
+        if world_size != self.world_size or rank >= world_size or rank == self.rank:
+            raise MetadataError(
+                f"{remote.name} says it is rank {rank} of {world_size}; "
+                f"this is rank {self.rank} of {self.world_size}"
+            )
+        self.meet(rank, remote)
+
+    def send(self, peer: Peer, kind: int, body: bytes) -> None:
+        """Send a frame; a lost peer is noted, not raised."""
+        remote = peer.remote
+        codec = self.connection.codec
+        if codec.unnumbered:
+            frame = codec.pack_raw(kind, body, to=remote.name)
+            self.connection.contacts.send_raw(remote, frame)
+        else:
+            self.connection.contacts.send_body(remote, kind, body)
+
+    def lose(self, peer: Peer, error: BaseException) -> None:
+        """A peer's agent is gone. Its operations have been told, or are being told."""
+        self._part(
+            peer, PeerLostError(f"rank {peer.rank} is lost: {error}", remote=peer.remote.name)
+        )
+
+    def on_leave(self, peer: Peer, body: bytes) -> None:
+        """A peer closed its Communicator, and touches no memory of ours any more."""
+        name = peer.remote.name
+        self._part(peer, PeerLostError(f"rank {peer.rank} has closed ({name})", remote=name))
+        with self.lock:
+            sends = [one for one in (*self.outbox.sends.values(), *peer.queue) if one.peer is peer]
+            receives = [one for one in self.inbox.receiving if one.watched is peer]
+        for send in sends:
+            send.on_left(PeerLostError(f"{send}: rank {peer.rank} has closed", remote=name))
+        for receive in receives:
+            if not receive.reading:
+                receive.on_left(PeerLostError(f"{receive}: it has closed", remote=name))
+
+    def _part(self, peer: Peer, error: BaseException) -> None:
+        """Nothing can be exchanged with a peer any more."""
+        with self.lock:
+            if peer.error is not None:
+                return
+            peer.error = error
+            gone = sum(one.error is not None for one in self.peers.values())
+            alone = gone == self.world_size - 1
+            orphans = [one for source, _, one in self.inbox.matcher.receives() if source is None]
+        peer.link.close()
+        if alone:
+            for receive in orphans:
+                receive.fail(PeerLostError(f"{receive}: no other rank is left; the last: {error}"))
+
+    def watch(self, operation: SendOperation | ReceiveOperation, peer: Peer) -> None:
+        """Have a peer looked after until the operation is forgotten."""
+        with self.lock:
+            if operation.watched is None:
+                operation.watched = peer
+                peer.pending += 1
+                self.look_after(peer)
+        lost = peer.remote.lost_error
+        if lost is not None:
+            # Those that were told of the loss may not have included this one.
+            error = PeerLostError(f"{operation}: {lost}", remote=peer.remote.name)
+            self.connection.progress.call_later([lambda: operation.on_lost(error)])
+
+    def unwatch(self, operation: SendOperation | ReceiveOperation) -> None:
+        peer = operation.watched
+        if peer is not None:
+            operation.watched = None
+            peer.pending -= 1
+            self.look_after(peer)
+
+    def look_after(self, peer: Peer) -> None:
+        busy = self.connection.operations.busy
+        if peer.error is None and (peer.pending or self.inbox.matcher.num_any):
+            busy[peer.link] = None
+        else:
+            busy.pop(peer.link, None)
+
+    def check(self, peer: Peer) -> None:
+        if self.closed is not None:
+            raise ClosedError(str(self.closed))
+        if peer.error is not None:
+            raise PeerLostError(str(peer.error), remote=peer.remote.name)
+
+    def outstanding(self) -> list[SendOperation | ReceiveOperation]:
+        """What has not ended: sends first."""
+        with self.lock:
+            queued = [one for peer in self.peers.values() for one in peer.queue]
+            return [*self.outbox.sends.values(), *queued, *self.inbox.receiving]
+
+    def say_leave(self) -> None:
+        """Tell the peers that this side ends and touches their memory no more, where that is so."""
+        for peer in list(self.peers.values()):
+            if peer.error is None and not self.moves_with(peer.remote.name):
+                self.send(peer, protocol.LEAVE, protocol.CONTEXT.pack(self.context))
+            peer.link.close()
+
+    def moves_with(self, name: str) -> bool:
+        """Whether a transfer that we started may still touch memory of that agent."""
+        return any(
+            one.moving and one.remote is not None and one.remote.name == name
+            for one in self.outstanding()
+        )

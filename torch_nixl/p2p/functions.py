@@ -1,0 +1,211 @@
+"""Sends and receives on the default Communicator: what a program under torchrun calls."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import threading
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from torch_nixl.engine.connection import DEFAULT_TIMEOUT
+from torch_nixl.p2p.communicator import Communicator
+from torch_nixl.p2p.values import SendOrReceive
+from torch_nixl.p2p.work import Work
+
+if TYPE_CHECKING:
+    Group: TypeAlias = "dist.ProcessGroup | Communicator | None"
+
+_lock = threading.RLock()
+_default: Communicator | None = None
+_by_group: weakref.WeakKeyDictionary[dist.ProcessGroup, Communicator] = weakref.WeakKeyDictionary()
+
+
+def init(
+    group: dist.ProcessGroup | None = None,
+    *,
+    store: dist.Store | None = None,
+    rank: int | None = None,
+    world_size: int | None = None,
+    timeout: float | datetime.timedelta | None = DEFAULT_TIMEOUT,
+    prefix: str = "torch_nixl",
+) -> Communicator:
+    """Make a Communicator. All ranks of the group do so, in the same order.
+
+    The first one that is made without a `group` becomes the default that the functions of this
+    module use.
+
+    Args:
+        group: Whose ranks; with any backend. By default the default process group, if there is
+            one and no `store` is given.
+        store: Through which ranks find each other, where there is no process group; needs `rank`
+            and `world_size`. With neither, torchrun's environment says all three.
+        rank: This rank.
+        world_size: How many there are.
+        timeout: Seconds after which sends and receives end with `TransferTimeout`; None for never.
+        prefix: Sets apart the keys of several groups in one store.
+
+    Raises:
+        ValueError: Nothing says which ranks there are.
+        BackendError: NIXL is missing or can't be set up.
+    """
+    global _default
+    with _lock:
+        if store is not None:
+            if group is not None or rank is None or world_size is None:
+                raise ValueError("with store=, expected rank= and world_size=, and no group")
+            communicator = Communicator(store, rank, world_size, prefix=prefix, timeout=timeout)
+        elif group is not None or dist.is_initialized():
+            communicator = _of_group(group, prefix, timeout)
+        elif "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+            found, own_rank, size = next(dist.rendezvous("env://"))
+            communicator = Communicator(found, own_rank, size, prefix=prefix, timeout=timeout)
+        else:
+            raise ValueError(
+                "no process group, no store and no torchrun: pass store=, rank= and world_size="
+            )
+        if group is not None:
+            _by_group[group] = communicator
+        elif _default is None or _default.closed:
+            _default = communicator
+        return communicator
+
+
+def _of_group(
+    group: dist.ProcessGroup | None,
+    prefix: str,
+    timeout: float | datetime.timedelta | None,
+) -> Communicator:
+    rank = dist.get_rank(group)
+    if rank < 0:
+        raise ValueError("this process is not in the group")
+    store = dist.distributed_c10d._get_default_store()
+    chosen = group if group is not None else dist.group.WORLD
+    name = getattr(chosen, "group_name", "")
+    size = dist.get_world_size(group)
+    return Communicator(store, rank, size, prefix=f"{prefix}/{name}", timeout=timeout)
+
+
+def get_communicator(group: dist.ProcessGroup | None = None) -> Communicator:
+    """The Communicator of a group, made if there is none yet; the default one by default."""
+    with _lock:
+        known = _default if group is None else _by_group.get(group)
+        return known if known is not None and not known.closed else init(group)
+
+
+def shutdown() -> None:
+    """Close all Communicators that `init` and `get_communicator` made. Idempotent."""
+    global _default
+    with _lock:
+        communicators = [*_by_group.values()]
+        if _default is not None:
+            communicators.append(_default)
+        _by_group.clear()
+        _default = None
+    for communicator in communicators:
+        communicator.close()
+
+
+def _find(group: Group) -> Communicator:
+    if group is None:
+        default = _default
+        return default if default is not None and not default.closed else get_communicator()
+    return group if isinstance(group, Communicator) else get_communicator(group)
+
+
+def _rank_in(group: Group, rank: int) -> int:
+    """Ranks are global where a process group is given, as in c10d."""
+    if group is None or isinstance(group, Communicator):
+        return rank
+    return dist.get_group_rank(group, rank)
+
+
+def send_tensor(
+    tensor: torch.Tensor,
+    dst: int,
+    *,
+    tag: int = 0,
+    group: Group = None,
+    timeout: float | None = None,
+) -> None:
+    """Send a tensor. See `Communicator.send`.
+
+    With a process group, `dst` is a global rank, as in c10d.
+    """
+    _find(group).send(tensor, _rank_in(group, dst), tag=tag, timeout=timeout)
+
+
+def recv_tensor(
+    src: int | None = None,
+    *,
+    out: torch.Tensor | None = None,
+    tag: int = 0,
+    device: torch.device | str | None = None,
+    group: Group = None,
+    timeout: float | None = None,
+) -> torch.Tensor:
+    """Receive a tensor, whatever its shape and dtype. See `Communicator.recv`."""
+    source = None if src is None else _rank_in(group, src)
+    return _find(group).recv(source, out=out, tag=tag, device=device, timeout=timeout)
+
+
+def isend_tensor(
+    tensor: torch.Tensor,
+    dst: int,
+    *,
+    tag: int = 0,
+    group: Group = None,
+    timeout: float | None = None,
+) -> Work:
+    """Begin to send a tensor. See `Communicator.isend`."""
+    return _find(group).isend(tensor, _rank_in(group, dst), tag=tag, timeout=timeout)
+
+
+def irecv_tensor(
+    src: int | None = None,
+    *,
+    out: torch.Tensor | None = None,
+    tag: int = 0,
+    device: torch.device | str | None = None,
+    group: Group = None,
+    timeout: float | None = None,
+) -> Work:
+    """Begin to receive a tensor. See `Communicator.irecv`."""
+    source = None if src is None else _rank_in(group, src)
+    return _find(group).irecv(source, out=out, tag=tag, device=device, timeout=timeout)
+
+
+def batch_isend_irecv(operations: Iterable[SendOrReceive]) -> list[Work]:
+    """Begin several sends and receives. See `Communicator.batch_isend_irecv`.
+
+    `torch.distributed.P2POp` serves as it is: its group and its global ranks are understood.
+
+    Raises:
+        ValueError: The operations are of several groups.
+    """
+    operations = list(operations)
+    groups = {getattr(one, "group", None) for one in operations}
+    if len(groups) > 1:
+        raise ValueError("expected operations of one group")
+    group: Group = groups.pop() if groups else None
+    entries: Sequence[SendOrReceive] = operations
+    if group is not None and not isinstance(group, Communicator):
+        if group is dist.group.WORLD:
+            return _find(None).batch_isend_irecv(entries)
+        entries = [
+            _Entry(one.op, one.tensor, _rank_in(group, one.peer), one.tag or 0)
+            for one in operations
+        ]
+    return _find(group).batch_isend_irecv(entries)
+
+
+class _Entry:
+    def __init__(self, op: object, tensor: torch.Tensor, peer: int, tag: int) -> None:
+        self.op = op
+        self.tensor = tensor
+        self.peer = peer
+        self.tag = tag

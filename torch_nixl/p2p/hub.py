@@ -1,0 +1,150 @@
+"""One agent for all Communicators of a process, and the way from a frame to the one it is for."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from torch_nixl.engine.connection import Connection
+from torch_nixl.errors import MetadataError
+from torch_nixl.p2p import protocol
+from torch_nixl.p2p.exchange import Exchange
+
+if TYPE_CHECKING:
+    from torch_nixl.engine.remotes import Remote
+
+log = logging.getLogger("torch_nixl.p2p")
+
+# Senders of these wait for an answer, or for the message to be received.
+_ANSWERED = frozenset(
+    {
+        protocol.INTRO,
+        protocol.EAGER,
+        protocol.OFFER,
+        protocol.PUSH,
+        protocol.WANT,
+        protocol.CANCEL,
+        protocol.HELP,
+    }
+)
+
+
+class Hub:
+    """Hands the frames of one connection to the Communicators on it.
+
+    Attributes:
+        lock: What they guard their states with: see [Note: p2p locks].
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        # Weak: the connection holds this hub by its handlers.
+        self._connection = weakref.ref(connection)
+        self._exchanges: dict[int, Exchange] = {}
+        self.lock = threading.RLock()
+        connection.route(protocol.INTRO, self._on_intro)
+        for kind in protocol.KINDS:
+            if kind != protocol.INTRO:
+                connection.route(kind, self._route(kind))
+
+    def add(self, exchange: Exchange) -> None:
+        """Take frames in for a Communicator.
+
+        Raises:
+            ValueError: Its context is in use.
+        """
+        if self._exchanges.setdefault(exchange.context, exchange) is not exchange:
+            raise ValueError(f"context {exchange.context:#x} is in use")
+
+    def remove(self, exchange: Exchange) -> None:
+        """Take in no more."""
+        if self._exchanges.get(exchange.context) is exchange:
+            del self._exchanges[exchange.context]
+
+    def _exchange(self, remote: Remote, kind: int, body: bytes) -> Exchange | None:
+        if len(body) < protocol.CONTEXT.size:
+            raise MetadataError("frame is cut")
+        (context,) = protocol.CONTEXT.unpack_from(body)
+        exchange = self._exchanges.get(context)
+        if exchange is None and kind in _ANSWERED:
+            self._answer_leave(remote, context)
+        return exchange
+
+    def _answer_leave(self, remote: Remote, context: int) -> None:
+        """Nobody here will answer it: say so, or its waiters would wait for their deadlines."""
+        connection = self._connection()
+        if connection is not None:
+            body = protocol.CONTEXT.pack(context)
+            connection.contacts.send_body(remote, protocol.LEAVE, body)
+
+    def _on_intro(self, remote: Remote, body: bytes) -> None:
+        exchange = self._exchange(remote, protocol.INTRO, body)
+        if exchange is not None:
+            exchange.on_intro(remote, body)
+
+    def _route(self, kind: int) -> Callable[[Remote, bytes], None]:
+        exchanges = self._exchanges
+        unpack = protocol.CONTEXT.unpack_from
+        size = protocol.CONTEXT.size
+
+        def handle(remote: Remote, body: bytes) -> None:
+            exchange = exchanges.get(unpack(body)[0]) if len(body) >= size else None
+            peer = None if exchange is None else exchange.by_remote.get(remote)
+            if exchange is not None and peer is not None:
+                exchange.handlers[kind](peer, body)
+            elif self._exchange(remote, kind, body) is not None:
+                assert exchange is not None
+                # One that was lost here, and lives after all, learns so.
+                if kind in _ANSWERED and not exchange.moves_with(remote.name):
+                    self._answer_leave(remote, unpack(body)[0])
+                raise MetadataError(f"{remote.name} has not said which rank it is")
+
+        return handle
+
+
+_hubs: weakref.WeakKeyDictionary[Connection, Hub] = weakref.WeakKeyDictionary()
+_lock = threading.Lock()
+_shared: Connection | None = None
+_num_users = 0
+
+
+def hub_of(connection: Connection) -> Hub:
+    """The one hub of a connection."""
+    with _lock:
+        hub = _hubs.get(connection)
+        if hub is None:
+            hub = _hubs[connection] = Hub(connection)
+        return hub
+
+
+def share_connection(rank: int) -> Connection:
+    """Use the process's own connection, and make it if nobody does yet.
+
+    Raises:
+        BackendError: NIXL is missing or can't be set up.
+    """
+    global _shared, _num_users
+    with _lock:
+        if _shared is None or _shared.closed:
+            _shared = Connection.open(f"rank{rank}")
+            _num_users = 0
+        _num_users += 1
+        return _shared
+
+
+def leave_connection(connection: Connection, *, abort: bool, timeout: float) -> None:
+    """Use it no more; the last to do so closes it."""
+    global _shared, _num_users
+    with _lock:
+        if connection is not _shared:
+            return
+        _num_users -= 1
+        if _num_users:
+            return
+        _shared = None
+    if abort:
+        connection.abort("the last Communicator was aborted")
+    else:
+        connection.close(timeout)

@@ -1,0 +1,347 @@
+"""What a Communicator receives, what waits to be received, and who waits for it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from torch_nixl.errors import ClosedError, MetadataError, PeerLostError
+from torch_nixl.p2p import protocol
+from torch_nixl.p2p.description import Description, parse
+from torch_nixl.p2p.matching import Matcher
+from torch_nixl.p2p.message import Message
+from torch_nixl.p2p.protocol import HEAD, Outcome
+from torch_nixl.p2p.receiving import ReceiveOperation
+from torch_nixl.p2p.sending import outcome_of
+
+if TYPE_CHECKING:
+    from torch_nixl.p2p.exchange import Exchange
+    from torch_nixl.p2p.peer import Peer
+
+SPIN_SECONDS: Final = 0.0005
+"""How long a blocking receive polls before it enters the tables."""
+
+
+class Inbox:
+    """The receiving half of an exchange.
+
+    Attributes:
+        matcher: Receives and messages that wait for each other.
+        receiving: Receives in the connection's tables.
+        num_received: Messages received.
+    """
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+        self._connection = exchange.connection
+        self._context = exchange.context
+        self._rank = exchange.rank
+        self._lock = exchange.lock
+        self._numbers = exchange.numbers
+        self._peers = exchange.peers
+        self._send = exchange.send
+        self.matcher: Matcher[ReceiveOperation, Message] = Matcher()
+        self.receiving: dict[ReceiveOperation, None] = {}
+        self.num_received = 0
+        self._filling: dict[int, ReceiveOperation] = {}
+        self._offers: dict[tuple[int, int], Message] = {}
+        self.handlers = {
+            protocol.EAGER: self.on_eager,
+            protocol.OFFER: self.on_offer,
+            protocol.HELP: self.on_help,
+            protocol.CANCEL: self.on_cancel,
+            protocol.FILLED: self.on_filled,
+        }
+
+    def post(self, receive: ReceiveOperation, *, spin: bool = False) -> None:
+        """Give a receive its message, or have it wait for one.
+
+        Args:
+            receive: Made by the caller, in no table yet.
+            spin: Its caller waits for it at once: poll for a moment before it enters any table,
+                since most messages that are waited for come within that.
+
+        Raises:
+            PeerLostError: No message waits, and none can come from there any more.
+            ClosedError: The Communicator is closed.
+        """
+        source, tag = receive.wanted_source, receive.tag
+        with self._lock:
+            message = self.matcher.take(source, tag)
+            if message is None:
+                peer = self._check_source(source)
+                self.matcher.post(receive, source, tag)
+                self._ask(peer, source, tag)
+                if not spin:
+                    self._list(receive)
+                    return
+            else:
+                due = self._taken(message)
+        if message is not None:
+            if due is not None:
+                self._give_credit(message.peer, due)
+            self._hand_over(receive, message)
+            return
+        try:
+            self._connection.progress.spin(receive.has_begun, SPIN_SECONDS)
+        finally:
+            # Also when a signal handler or an abort interrupts.
+            with self._lock:
+                if not receive.matched:
+                    self._list_or_end(receive)
+
+    def _check_source(self, source: int | None) -> Peer | None:
+        if self._exchange.closed is not None:
+            raise ClosedError(str(self._exchange.closed))
+        peer = None if source is None else self._peers.get(source)
+        if peer is not None:
+            self._exchange.check(peer)
+        return peer
+
+    def _ask(self, peer: Peer | None, source: int | None, tag: int) -> None:
+        """Say that a receive waits, where the sender may be out of credit."""
+        if peer is not None:
+            if peer.debt.strained:
+                self.want(peer, tag)
+        elif source is None:
+            for one in self._peers.values():
+                if one.debt.strained:
+                    self.want(one, tag)
+
+    def _list(self, receive: ReceiveOperation) -> None:
+        """Enter a receive in the tables: it has a deadline now, and its source is looked after."""
+        if receive.listed:
+            return
+        source = receive.wanted_source
+        peer = None if source is None else self._peers.get(source)
+        if peer is not None:
+            receive.remote = peer.remote
+        self._connection.operations.add(receive)
+        receive.listed = True
+        self.receiving[receive] = None
+        if peer is not None:
+            self._exchange.watch(receive, peer)
+        elif source is None:
+            for peer in self._peers.values():
+                self._exchange.look_after(peer)
+
+    def _list_or_end(self, receive: ReceiveOperation) -> None:
+        """List a receive that waits, unless what it waits for has ended meanwhile."""
+        try:
+            self._check_source(receive.wanted_source)
+            self._list(receive)
+        except (ClosedError, PeerLostError) as error:
+            receive.fail(error)
+
+    def want(self, peer: Peer, tag: int) -> None:
+        """Ask for one message of that tag, whatever the sender's credit."""
+        self._send(peer, protocol.WANT, protocol.pack_want(self._context, tag))
+
+    def _hand_over(self, receive: ReceiveOperation, message: Message) -> None:
+        """Give a receive that is not in the tables its message."""
+        data = message.data
+        if data is None:
+            self._begin(receive, message)
+        elif isinstance(data, bytes):
+            self._deliver(
+                receive, message.peer, message.source, message.number, message.description, data
+            )
+        else:
+            self.num_received += 1
+            receive.deliver_local(message)
+
+    def _begin(self, receive: ReceiveOperation, message: Message) -> None:
+        try:
+            with self._lock:
+                self._list(receive)
+        except ClosedError as error:
+            receive.fail(error)
+        else:
+            receive.begin(message)
+
+    def _deliver(
+        self,
+        receive: ReceiveOperation,
+        peer: Peer | None,
+        source: int,
+        number: int,
+        description: Description,
+        body: bytes,
+    ) -> None:
+        self.num_received += 1
+        error = receive.deliver(source, description, body, HEAD.size + len(description.packed))
+        if error is not None and peer is not None:
+            end = protocol.pack_end(self._context, number, *outcome_of(error))
+            self._send(peer, protocol.DONE, end)
+
+    def _taken(self, message: Message) -> tuple[int, int] | None:
+        """A message waits no more; return the credit that is due for it."""
+        peer = message.peer
+        if peer is None:
+            return None
+        if message.data is None:
+            self._offers.pop((peer.rank, message.number), None)
+        return peer.debt.settle(message.cost) if message.cost else None
+
+    def _give_credit(self, peer: Peer | None, due: tuple[int, int]) -> None:
+        assert peer is not None
+        self._send(peer, protocol.CREDIT, protocol.pack_credit(self._context, *due))
+
+    def _match(self, source: int, tag: int) -> ReceiveOperation | None:
+        receive = self.matcher.match(source, tag)
+        if receive is not None:
+            receive.matched = True
+        return receive
+
+    def on_eager(self, peer: Peer, body: bytes) -> None:
+        """A message came, its bytes with it."""
+        if len(body) < HEAD.size:
+            raise MetadataError("frame is cut")
+        _, flags, tag, number = HEAD.unpack_from(body)
+        description = parse(body, HEAD.size)
+        at = HEAD.size + len(description.packed)
+        nbytes = description.nbytes
+        if len(body) - at != nbytes:
+            raise MetadataError(f"{len(body) - at} bytes came for {description}")
+        cost = len(body) if flags & protocol.CREDITED else 0
+        due = None
+        with self._lock:
+            receive = self._match(peer.rank, tag)
+            if cost:
+                due = self._arrived(peer, cost, matched=receive is not None)
+            if receive is None:
+                self.matcher.store(
+                    Message(peer, peer.rank, tag, number, cost, description, body, None, False),
+                    peer.rank,
+                    tag,
+                )
+        if receive is not None:
+            self._deliver(receive, peer, peer.rank, number, description, body)
+        if due is not None:
+            self._give_credit(peer, due)
+
+    def on_offer(self, peer: Peer, body: bytes) -> None:
+        """A message is offered."""
+        if len(body) < HEAD.size:
+            raise MetadataError("frame is cut")
+        _, flags, tag, number = HEAD.unpack_from(body)
+        description = parse(body, HEAD.size)
+        at = HEAD.size + len(description.packed)
+        place = protocol.parse_place(body, at)
+        # Remembered at once: later frames may name the region without its metadata.
+        peer.region(self._exchange, place)
+        cost = protocol.offer_cost(len(place.spans)) if flags & protocol.CREDITED else 0
+        waits = bool(flags & protocol.WAITING)
+        message = Message(peer, peer.rank, tag, number, cost, description, None, place, waits)
+        due = None
+        with self._lock:
+            receive = self._match(peer.rank, tag)
+            if cost:
+                due = self._arrived(peer, cost, matched=receive is not None)
+            if receive is None:
+                self.matcher.store(message, peer.rank, tag)
+                self._offers[peer.rank, number] = message
+        if receive is not None:
+            self._begin(receive, message)
+        if due is not None:
+            self._give_credit(peer, due)
+
+    def _arrived(self, peer: Peer, cost: int, *, matched: bool) -> tuple[int, int] | None:
+        """Note a message on credit; return the credit that is due."""
+        debt = peer.debt
+        was_strained = debt.strained
+        debt.arrive(cost)
+        due = debt.settle(cost) if matched else None
+        if not was_strained and debt.strained:
+            # From here on the sender may be out of credit, and those that wait have to say so.
+            for _, tag, _ in self.matcher.receives(peer.rank):
+                self.want(peer, tag)
+        return due
+
+    def on_help(self, peer: Peer, body: bytes) -> None:
+        """A thread of the sender waits by now."""
+        message = self._offers.get((peer.rank, protocol.parse_number(body)))
+        if message is not None:
+            message.sender_waits = True
+
+    def on_cancel(self, peer: Peer, body: bytes) -> None:
+        """The sender gives a message up. One that is being received is received."""
+        with self._lock:
+            message = self._offers.get((peer.rank, protocol.parse_number(body)))
+            if message is None:
+                return
+            self.matcher.remove(message, message.source, message.tag)
+            due = self._taken(message)
+        self.tell_done(message, Outcome.CANCELLED, "before it was received")
+        if due is not None:
+            self._give_credit(peer, due)
+
+    def expect_filled(self, receive: ReceiveOperation) -> int:
+        """Number a receive that the sender is asked to write to."""
+        with self._lock:
+            number = next(self._numbers)
+            self._filling[number] = receive
+        return number
+
+    def on_filled(self, peer: Peer, body: bytes) -> None:
+        """A sender has written its part, or won't."""
+        number, outcome, text = protocol.parse_end(body)
+        receive = self._filling.get(number)
+        if receive is not None and receive.remote is peer.remote:
+            receive.on_filled(outcome, text)
+
+    def tell_done(self, message: Message, outcome: Outcome, text: str) -> None:
+        """Tell a sender that its memory is not touched any more."""
+        if message.peer is not None:
+            body = protocol.pack_end(self._context, message.number, outcome, text)
+            self._send(message.peer, protocol.DONE, body)
+
+    def unpost(self, receive: ReceiveOperation) -> bool:
+        """Forget a receive that waits for a message; return False if it doesn't."""
+        with self._lock:
+            return self.matcher.cancel(receive, receive.wanted_source, receive.tag)
+
+    def forget_receive(self, receive: ReceiveOperation) -> None:
+        """A receive has ended, and nothing moves for it any more."""
+        if not receive.listed:
+            return
+        with self._lock:
+            self.receiving.pop(receive, None)
+            self._filling.pop(receive.number, None)
+            self._exchange.unwatch(receive)
+            if receive.wanted_source is None and not self.matcher.num_any:
+                for peer in self._peers.values():
+                    self._exchange.look_after(peer)
+
+    def post_local(self, tag: int, description: Description, tensor: torch.Tensor) -> None:
+        """Send to this rank itself. The tensor belongs to the message from now on."""
+        rank = self._rank
+        message = Message(None, rank, tag, 0, 0, description, tensor, None, False)
+        with self._lock:
+            if self._exchange.closed is not None:
+                raise ClosedError(str(self._exchange.closed))
+            self._exchange.outbox.num_sent += 1
+            receive = self._match(rank, tag)
+            if receive is None:
+                self.matcher.store(message, rank, tag)
+        if receive is not None:
+            self.num_received += 1
+            receive.deliver_local(message)
+
+    def why_none(self, source: int | None) -> BaseException | None:
+        """Why no message can come any more; None while one can."""
+        if self._exchange.closed is not None:
+            return ClosedError(str(self._exchange.closed))
+        peer = None if source is None else self._peers.get(source)
+        if peer is None or peer.error is None:
+            return None
+        return PeerLostError(str(peer.error), remote=peer.remote.name)
+
+    def want_probed(self, source: int | None, tag: int) -> None:
+        """Have the next message of a tag come even if its sender is out of credit."""
+        with self._lock:
+            if self.matcher.peek(source, tag) is None:
+                for peer in self._peers.values():
+                    if source in (None, peer.rank) and peer.debt.strained:
+                        self.want(peer, tag)

@@ -1,0 +1,63 @@
+"""A message on the receiver's side, before it is received."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from torch_nixl.p2p.description import Description
+
+if TYPE_CHECKING:
+    from torch_nixl.p2p.peer import Peer
+    from torch_nixl.p2p.protocol import Place
+
+
+class Message:
+    """A message that has arrived, or that is offered.
+
+    Attributes:
+        peer: Who sent it; None for this rank itself.
+        source: Its rank.
+        tag: Its tag.
+        number: The sender's number for it.
+        cost: Credit to give back once it is received; 0 for none.
+        description: What it is.
+        data: The frame's body, if its bytes came in it; the tensor, if it is this rank's own.
+        place: Where they are to be had, if not.
+        sender_waits: Whether a thread of the sender waits for it to be received.
+    """
+
+    __slots__ = (
+        "cost",
+        "data",
+        "description",
+        "number",
+        "peer",
+        "place",
+        "sender_waits",
+        "source",
+        "tag",
+    )
+
+    def __init__(
+        self,
+        peer: Peer | None,
+        source: int,
+        tag: int,
+        number: int,
+        cost: int,
+        description: Description,
+        data: bytes | torch.Tensor | None,
+        place: Place | None,
+        sender_waits: bool,
+    ) -> None:
+        self.peer = peer
+        self.source = source
+        self.tag = tag
+        self.number = number
+        self.cost = cost
+        self.description = description
+        self.data = data
+        self.place = place
+        self.sender_waits = sender_waits

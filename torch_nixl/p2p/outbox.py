@@ -1,0 +1,236 @@
+"""What a Communicator sends, what waits for credit, and what receivers say of it."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from torch_nixl.p2p import protocol
+from torch_nixl.p2p.description import Description
+from torch_nixl.p2p.protocol import HEAD, Outcome
+from torch_nixl.p2p.sending import SendOperation, error_of
+from torch_nixl.p2p.tensors import join
+
+if TYPE_CHECKING:
+    from torch_nixl.p2p.exchange import Exchange
+    from torch_nixl.p2p.peer import Peer
+
+log = logging.getLogger("torch_nixl.p2p")
+
+MAX_REFUSED: Final = 256
+"""Refusals of messages that had gone, which are remembered for their Works."""
+
+MAX_WANTED: Final = 1 << 16
+"""Tags that a peer may want at a time."""
+
+
+class Outbox:
+    """The sending half of an exchange.
+
+    Attributes:
+        sends: Messages that the receiver may still speak of, by number.
+        refused: What became of messages that were refused after they had gone, by number.
+        num_sent: Messages that left.
+        num_queued: Messages that had to wait for credit.
+        num_refused: Messages that had left and were refused.
+    """
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+        self._connection = exchange.connection
+        self._context = exchange.context
+        self._lock = exchange.lock
+        self._numbers = exchange.numbers
+        self._send = exchange.send
+        self.sends: dict[int, SendOperation] = {}
+        self.refused: dict[int, BaseException] = {}
+        self.num_sent = self.num_queued = self.num_refused = 0
+        self.handlers = {
+            protocol.CREDIT: self.on_credit,
+            protocol.WANT: self.on_want,
+            protocol.DONE: self.on_done,
+            protocol.PUSH: self.on_push,
+        }
+
+    def submit_eager(
+        self,
+        peer: Peer,
+        tag: int,
+        description: Description,
+        tensor: torch.Tensor,
+        address: int,
+        deadline: float | None,
+    ) -> SendOperation | int:
+        """Send a message in its frame, or queue it if there is no credit.
+
+        Args:
+            peer: Whom it is for.
+            tag: Its tag.
+            description: What it is.
+            tensor: Its bytes.
+            address: The tensor's `host_address`, as it was checked.
+            deadline: When it times out while it is queued.
+
+        Returns:
+            The message's number if it has gone, else the operation that holds the tensor.
+        """
+        cost = HEAD.size + len(description.packed) + description.nbytes
+        with self._lock:
+            self._exchange.check(peer)
+            credited = self._may_send(peer, tag, cost)
+            if credited is not None:
+                number = next(self._numbers)
+                self._send_eager(peer, tag, number, credited, description, tensor, address)
+                return number
+            operation = SendOperation(
+                self._exchange, peer, tag, description, tensor, None, deadline
+            )
+            self._queue(operation, cost)
+        self._connection.progress.kick()
+        return operation
+
+    def submit(self, operation: SendOperation) -> None:
+        """Offer a large message, or queue it if there is no credit."""
+        peer = operation.peer
+        cost = protocol.offer_cost(len(operation.memories[0].spans))
+        with self._lock:
+            self._exchange.check(peer)
+            credited = self._may_send(peer, operation.tag, cost)
+            if credited is None:
+                self._queue(operation, cost)
+            else:
+                self._connection.operations.add(operation)
+                self._transmit(operation, credited)
+        self._connection.progress.kick()
+
+    def _may_send(self, peer: Peer, tag: int, cost: int) -> int | None:
+        """Whether a message may go now: flags for its frame, or None if it must wait."""
+        if peer.wanted and tag in peer.wanted:
+            left = peer.wanted[tag] - 1
+            if left:
+                peer.wanted[tag] = left
+            else:
+                del peer.wanted[tag]
+            return 0
+        if not peer.queue and peer.allowance.take(cost):
+            return protocol.CREDITED
+        return None
+
+    def _queue(self, operation: SendOperation, cost: int) -> None:
+        self._connection.operations.add(operation)
+        self.num_queued += 1
+        operation.cost = cost
+        peer = operation.peer
+        peer.queue.append(operation)
+        peer.queued_by_tag.setdefault(operation.tag, deque()).append(operation)
+        self._exchange.watch(operation, peer)
+
+    def unqueue(self, operation: SendOperation) -> None:
+        """Take an operation out of the queue; it has not gone and never will."""
+        peer = operation.peer
+        if operation in peer.queue:
+            peer.queue.remove(operation)
+            self._untag(operation)
+
+    def _untag(self, operation: SendOperation) -> None:
+        by_tag = operation.peer.queued_by_tag
+        queue = by_tag[operation.tag]
+        queue.remove(operation)
+        if not queue:
+            del by_tag[operation.tag]
+
+    def _transmit(self, operation: SendOperation, flags: int) -> None:
+        """Send an operation's frame."""
+        peer = operation.peer
+        if not operation.memories:
+            assert operation.tensor is not None
+            self._send_eager(
+                peer,
+                operation.tag,
+                operation.number,
+                flags,
+                operation.description,
+                operation.tensor,
+            )
+            operation.sent()
+            return
+        self.sends[operation.number] = operation
+        self._exchange.watch(operation, peer)
+        self.num_sent += 1
+        self._send(peer, protocol.OFFER, operation.offer(flags))
+
+    def _send_eager(
+        self,
+        peer: Peer,
+        tag: int,
+        number: int,
+        flags: int,
+        description: Description,
+        tensor: torch.Tensor,
+        address: int = 0,
+    ) -> None:
+        head = HEAD.pack(self._context, flags, tag, number)
+        self.num_sent += 1
+        self._send(peer, protocol.EAGER, join(head + description.packed, tensor, address))
+
+    def on_credit(self, peer: Peer, body: bytes) -> None:
+        """Credit came back: send what waited for it."""
+        frames, nbytes = protocol.parse_credit(body)
+        with self._lock:
+            peer.allowance.give(frames, nbytes)
+            queue = peer.queue
+            while queue and peer.allowance.take(queue[0].cost):
+                operation = queue.popleft()
+                self._untag(operation)
+                self._transmit(operation, protocol.CREDITED)
+
+    def on_want(self, peer: Peer, body: bytes) -> None:
+        """A receive waits there: let one message of its tag go without credit."""
+        tag = protocol.parse_want(body)
+        with self._lock:
+            queue = peer.queued_by_tag.get(tag)
+            if queue is not None:
+                operation = queue[0]
+                peer.queue.remove(operation)
+                self._untag(operation)
+                self._transmit(operation, 0)
+            elif len(peer.wanted) < MAX_WANTED:
+                peer.wanted[tag] = peer.wanted.get(tag, 0) + 1
+
+    def on_done(self, peer: Peer, body: bytes) -> None:
+        """A receiver is done with a message of ours, or refuses it."""
+        number, outcome, text = protocol.parse_end(body)
+        operation = self.sends.get(number)
+        if operation is not None and operation.peer is peer:
+            operation.on_done(outcome, text)
+        elif operation is None and outcome not in (Outcome.COMPLETE, Outcome.PART):
+            what = f"message {number} to rank {peer.rank}"
+            log.warning("%s was refused: %s", what, text)
+            self.num_refused += 1
+            self.refused[number] = error_of(what, outcome, text)
+            if len(self.refused) > MAX_REFUSED:
+                del self.refused[next(iter(self.refused))]
+
+    def on_push(self, peer: Peer, body: bytes) -> None:
+        """A receiver asks for bytes to be written."""
+        send, receive, start, place = protocol.parse_push(body)
+        # Remembered whatever is answered: later frames may name the region without its metadata.
+        peer.region(self._exchange, place)
+        operation = self.sends.get(send)
+        if operation is not None and operation.peer is peer:
+            operation.on_push(receive, start, place)
+        else:
+            self.tell_filled(peer, receive, Outcome.CANCELLED, "the sender has given up")
+
+    def tell_filled(self, peer: Peer, number: int, outcome: Outcome, text: str) -> None:
+        """Tell a receiver that our part has landed, or never will."""
+        self._send(peer, protocol.FILLED, protocol.pack_end(self._context, number, outcome, text))
+
+    def forget_send(self, operation: SendOperation) -> None:
+        """An operation has ended on both sides."""
+        with self._lock:
+            self.sends.pop(operation.number, None)
+            self._exchange.unwatch(operation)

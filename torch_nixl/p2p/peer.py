@@ -1,0 +1,144 @@
+"""What a Communicator knows of each rank that it has met."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from typing import TYPE_CHECKING, Final
+
+from torch_nixl.engine.blob import BlobInfo
+from torch_nixl.engine.operation import Operation
+from torch_nixl.engine.registry import RegisteredMemory
+from torch_nixl.errors import MetadataError
+from torch_nixl.p2p.protocol import CREDIT_FRAMES, Allowance, Debt, Place, credit_nbytes, pack_place
+
+if TYPE_CHECKING:
+    from torch_nixl.engine.remotes import Remote
+    from torch_nixl.p2p.exchange import Exchange
+    from torch_nixl.p2p.sending import SendOperation
+
+MAX_TOLD: Final = 1024
+"""Regions that a peer is trusted to remember, the latest ones told."""
+
+MAX_REGIONS: Final = 4 * MAX_TOLD
+"""Regions of a peer that are remembered, the latest ones told: more than it trusts us to."""
+
+
+class Peer:
+    """One rank that has been met.
+
+    Attributes:
+        rank: Its rank.
+        remote: Its agent.
+        error: Why nothing can be exchanged with it any more; None while all is well.
+        path: Which way bytes take to it; empty until that was needed.
+        allowance: Our credit there.
+        debt: Its credit here.
+        queue: Sends that wait for credit, in order. Some may have gone by `queued_by_tag`.
+        queued_by_tag: The same by tag.
+        wanted: Receives that wait there for a message of a tag, whatever the credit.
+        pending: Operations that wait for it: while there are any, it is pinged.
+        link: Stands for it in the connection's tables.
+    """
+
+    __slots__ = (
+        "_next_region",
+        "_regions",
+        "_told",
+        "allowance",
+        "debt",
+        "error",
+        "link",
+        "path",
+        "pending",
+        "queue",
+        "queued_by_tag",
+        "rank",
+        "remote",
+        "wanted",
+    )
+
+    def __init__(self, exchange: Exchange, rank: int, remote: Remote) -> None:
+        nbytes = credit_nbytes(exchange.world_size)
+        self.rank = rank
+        self.remote = remote
+        self.error: BaseException | None = None
+        self.path = ""
+        self.allowance = Allowance(CREDIT_FRAMES, nbytes)
+        self.debt = Debt(CREDIT_FRAMES, nbytes)
+        self.queue: deque[SendOperation] = deque()
+        self.queued_by_tag: dict[int, deque[SendOperation]] = {}
+        self.wanted: dict[int, int] = {}
+        self.pending = 0
+        self.link = Link(exchange, self)
+        self._told: OrderedDict[bytes, int] = OrderedDict()
+        self._regions: OrderedDict[int, tuple[bytes, BlobInfo]] = OrderedDict()
+        self._next_region = 1
+
+    def place(self, held: RegisteredMemory) -> bytes:
+        """Pack where memory of ours lies, with its region's metadata if it has to be told."""
+        blob = held.blob
+        region = self._told.get(blob)
+        if region is not None:
+            return pack_place(held.memory.kind, region, held.spans, b"")
+        region = self._next_region
+        self._next_region += 1
+        self._told[blob] = region
+        if len(self._told) > MAX_TOLD:
+            self._told.popitem(last=False)
+        return pack_place(held.memory.kind, region, held.spans, blob)
+
+    def region(self, exchange: Exchange, place: Place) -> tuple[bytes, BlobInfo]:
+        """Find or remember the region that a place of its memory lies in.
+
+        Raises:
+            MetadataError: It was never told, or its metadata is not acceptable.
+        """
+        if place.blob:
+            info = exchange.connection.adapter.inspect(place.blob)
+            if info.agent != self.remote.name:
+                raise MetadataError(f"metadata of {info.agent} from {self.remote.name}")
+            self._regions[place.region] = (place.blob, info)
+            if len(self._regions) > MAX_REGIONS:
+                self._regions.popitem(last=False)
+        known = self._regions.get(place.region)
+        if known is None:
+            raise MetadataError(f"{self.remote.name} names region {place.region}, never told")
+        return known
+
+    def forget_told(self) -> None:
+        """Tell every region anew: a frame that told one may not have been sent."""
+        self._told.clear()
+
+
+class Link(Operation):
+    """A peer in the connection's tables: learns of its loss, and has it pinged when need be.
+
+    It moves nothing and never times out.
+    """
+
+    __slots__ = ("_exchange", "_peer")
+
+    def __init__(self, exchange: Exchange, peer: Peer) -> None:
+        super().__init__(exchange.connection, f"rank {peer.rank}", (), None)
+        self._exchange = exchange
+        self._peer = peer
+        self.remote = peer.remote
+
+    @property
+    def quarantined(self) -> bool:
+        return True  # Closing the connection does not wait for it.
+
+    def on_lost(self, error: BaseException) -> None:
+        self._exchange.lose(self._peer, error)
+
+    def cancel(self) -> None:
+        self.close()
+
+    def expire(self) -> None:
+        pass
+
+    def close(self) -> None:
+        """Leave the tables."""
+        self._connection.operations.busy.pop(self, None)
+        self._done = True
+        self._release()

@@ -1,0 +1,395 @@
+"""The receiver's side of one message."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import torch
+
+from torch_nixl.engine.adapter import Direction
+from torch_nixl.engine.operation import Operation
+from torch_nixl.errors import (
+    ClosedError,
+    PeerLostError,
+    TorchNixlError,
+    TransferCancelled,
+    TransferError,
+)
+from torch_nixl.p2p import protocol
+from torch_nixl.p2p.description import Description
+from torch_nixl.p2p.message import Message
+from torch_nixl.p2p.move import MoveOperation
+from torch_nixl.p2p.protocol import Outcome, Route
+from torch_nixl.p2p.sending import error_of, outcome_of
+from torch_nixl.p2p.tensors import Target, from_bytes, make_target, part
+
+if TYPE_CHECKING:
+    from torch_nixl.engine.blob import BlobInfo
+    from torch_nixl.p2p.exchange import Exchange
+    from torch_nixl.p2p.peer import Peer
+
+
+class ReceiveOperation(Operation):
+    """A receive that waits for its message, or for the message's bytes.
+
+    Attributes:
+        source: The rank it receives from; once it is known, also where any would do.
+        wanted_source: The rank it asked for; None for any.
+        tag: The tag it receives.
+        listed: Whether it is in the connection's tables.
+        matched: Whether it has waited, and was given its message.
+        result: What was received.
+        route: Which way it came.
+        packed: Whether it landed in a temporary first.
+    """
+
+    __slots__ = (
+        "_address",
+        "_device",
+        "_exchange",
+        "_failure",
+        "_message",
+        "_moves",
+        "_out",
+        "_pushed",
+        "_reading",
+        "_region",
+        "_starting",
+        "_target",
+        "listed",
+        "matched",
+        "number",
+        "packed",
+        "result",
+        "route",
+        "source",
+        "tag",
+        "wanted_source",
+        "watched",
+    )
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        source: int | None,
+        tag: int,
+        out: torch.Tensor | None,
+        address: int,
+        device: torch.device | None,
+        deadline: float | None,
+    ) -> None:
+        super().__init__(exchange.connection, "receive", (), deadline)
+        self._exchange = exchange
+        self._out = out
+        self._address = address
+        self._device = device
+        self._message: Message | None = None
+        self._target: Target | None = None
+        self._region: tuple[bytes, BlobInfo] | None = None
+        self._moves: list[MoveOperation] = []
+        self._pushed = 0
+        self._reading = False
+        self._starting = False
+        self._failure: BaseException | None = None
+        self.listed = False
+        self.matched = False
+        self.number = 0
+        self.source = source
+        self.wanted_source = source
+        self.tag = tag
+        self.result: torch.Tensor | None = None
+        self.route = Route.EAGER
+        self.packed = False
+        self.watched: Peer | None = None
+
+    @property
+    def nbytes(self) -> int:
+        result = self.result
+        return 0 if result is None else result.nbytes
+
+    @property
+    def reading(self) -> bool:
+        """Whether its bytes are on their way, and the sender has no part in it."""
+        return self._message is not None and not self._pushed
+
+    @property
+    def moving(self) -> bool:
+        """Whether we are reading the sender's memory."""
+        return bool(self._moves)
+
+    @property
+    def in_flight(self) -> int:
+        return sum(move.in_flight for move in self._moves)
+
+    def __str__(self) -> str:
+        source = "any rank" if self.source is None else f"rank {self.source}"
+        peer = f" ({self.remote.name})" if self.remote is not None else ""
+        return f"receive from {source}, tag {self.tag}{peer}"
+
+    def has_begun(self) -> bool:
+        """Whether it has its message, or has ended."""
+        return self._done or self._message is not None
+
+    def attend(self) -> bool:
+        moves = self._moves
+        if not moves:
+            return False
+        moved = False
+        for move in tuple(moves):
+            moved |= move.attend()
+        return moved
+
+    # What comes. Never with the exchange's lock held.
+
+    def deliver(
+        self, source: int, description: Description, body: bytes, at: int
+    ) -> BaseException | None:
+        """Take a message that came in its frame; return what is wrong with it."""
+        self.source = source
+        try:
+            self.result = from_bytes(description, body, at, self._out, self._device, self._address)
+        except (RuntimeError, ValueError, TypeError) as error:
+            self._conclude(error)
+            return error
+        self._conclude(None)
+        return None
+
+    def deliver_local(self, message: Message) -> None:
+        """Take a message of this rank's own."""
+        self.source = message.source
+        self.route = Route.LOCAL
+        tensor = message.data
+        assert isinstance(tensor, torch.Tensor)
+        error: BaseException | None = None
+        try:
+            if self._out is None and self._device in (None, tensor.device):
+                self.result = tensor
+            else:
+                target = make_target(message.description, self._out, self._device)
+                target.out.detach().copy_(tensor)
+                self.result = target.out
+        except (RuntimeError, ValueError, TypeError) as caught:
+            error = caught
+        self._conclude(error)
+
+    def begin(self, message: Message) -> None:
+        """Have an offered message moved."""
+        peer, place = message.peer, message.place
+        assert peer is not None and place is not None
+        exchange = self._exchange
+        self.source, self.remote, self._message = message.source, peer.remote, message
+        exchange.watch(self, peer)
+        if peer.error is not None or peer.remote.lost_error is not None:
+            lost = peer.error or peer.remote.lost_error
+            self._refuse(PeerLostError(f"{self}: {lost}", remote=peer.remote.name))
+            return
+        if place.nbytes != message.description.nbytes:
+            why = f"{self}: offered {place.nbytes} bytes for {message.description}"
+            self._refuse(TransferError(why))
+            return
+        try:
+            self._region = peer.region(exchange, place)
+            target = self._target = make_target(message.description, self._out, self._device)
+        except (RuntimeError, ValueError, TypeError) as error:
+            self._refuse(error)
+            return
+        self.packed = target.packed
+        if not peer.path or peer.path == "unknown":
+            peer.path = self._connection.path(peer.remote)
+        nbytes = place.nbytes
+        dense = len(place.spans) == 1 and len(target.memory.spans) == 1
+        self.route = protocol.choose_route(
+            peer.path, nbytes, dense=dense, sender_waits=message.sender_waits
+        )
+        self._starting = True
+        failure: BaseException | None = None
+        try:
+            if self.route is Route.WRITE:
+                self._push(0)
+            else:
+                self._reading = True
+                middle = nbytes
+                if self.route is Route.SPLIT:
+                    middle = nbytes // 2 & ~4095
+                    self._push(middle)
+                self._read(0, middle)
+        except (TorchNixlError, ValueError) as error:
+            failure = error
+            # Who was not asked to write waits for a word of ours.
+            self._reading |= not self._pushed
+        self._starting = False
+        self._part_ended(failure)
+
+    def _read(self, start: int, stop: int) -> None:
+        assert self._message is not None and self._message.place is not None
+        assert self._target is not None and self.remote is not None and self._region is not None
+        place, memory = self._message.place, self._target.memory
+        if (start, stop) != (0, place.nbytes):
+            place, memory = place.part(start, stop), part(memory, start, stop)
+        held = self._connection.register(memory)
+        move = MoveOperation(
+            self._connection, self.remote, Direction.READ, held, place, self._region, self
+        )
+        self._moves.append(move)
+        if self._done:  # It timed out just now.
+            move.cancel()
+        try:
+            move.start()
+        except ClosedError:
+            return  # Whoever closes ends this operation, too.
+        self.ring()
+
+    def _push(self, start: int) -> None:
+        """Ask the sender to write from `start` on."""
+        message, target, exchange = self._message, self._target, self._exchange
+        assert message is not None and target is not None and message.peer is not None
+        memory = target.memory
+        held = self._connection.register(part(memory, start, memory.nbytes) if start else memory)
+        with self._connection.lock:
+            self._memories = (held,)
+        self.number = exchange.inbox.expect_filled(self)
+        self._pushed = start + 1
+        # A frame that names a region must not overtake the one that tells it.
+        with exchange.lock:
+            place = message.peer.place(held)
+            body = protocol.pack_push(exchange.context, message.number, self.number, start, place)
+            exchange.send(message.peer, protocol.PUSH, body)
+
+    def on_filled(self, outcome: Outcome, text: str) -> None:
+        """The sender has written its part, or won't. Runs in the driver."""
+        start = self._pushed - 1
+        if start < 0:
+            return
+        if outcome is Outcome.COMPLETE:
+            self._pushed = 0
+            self._part_ended(None)
+        elif outcome is Outcome.DECLINED and not self._done and start > 0:
+            self.route = Route.READ
+            assert self._message is not None
+            failure: BaseException | None = None
+            self._reading = True
+            try:
+                self._read(start, self._message.description.nbytes)
+            except (TorchNixlError, ValueError) as error:
+                failure = error
+            self._pushed = 0
+            self._part_ended(failure)
+        else:
+            # Who declined keeps its memory until we say that it isn't read.
+            self._reading |= outcome is Outcome.DECLINED
+            self._pushed = 0
+            self._part_ended(error_of(self, outcome, text))
+
+    def on_moved(self, move: MoveOperation, error: BaseException | None) -> None:
+        """A part is read, or will never be."""
+        self._moves.remove(move)
+        self._part_ended(error)
+
+    def _part_ended(self, error: BaseException | None) -> None:
+        """Note the end of a part; the last one ends the receive."""
+        if error is not None:
+            if self._failure is None:
+                self._failure = error
+            for move in tuple(self._moves):
+                move.cancel()
+        if self._moves or self._pushed or self._starting:
+            self._tell_part()
+            return
+        with self._exchange.lock:
+            message, self._message = self._message, None
+        if message is None:
+            return
+        error = self._error or self._failure
+        if self._reading:
+            self._exchange.inbox.tell_done(message, *outcome_of(error))
+        target, self._target = self._target, None
+        if error is None and target is not None:
+            try:
+                target.finish()
+                self.result = target.out
+                self._exchange.inbox.num_received += 1
+            except RuntimeError as caught:
+                error = caught
+        self._conclude(error)
+
+    def _tell_part(self) -> None:
+        """Let the sender go as soon as it has written its part, if ours is read."""
+        message = self._message
+        if self._moves or self._starting or not self._reading or message is None:
+            return
+        if self._failure is None and self._error is None:
+            self._reading = False
+            self._exchange.inbox.tell_done(message, Outcome.PART, "")
+
+    def _refuse(self, error: BaseException) -> None:
+        message, self._message = self._message, None
+        assert message is not None
+        self._exchange.inbox.tell_done(message, *outcome_of(error))
+        self._conclude(error)
+
+    # How it ends.
+
+    def _conclude(self, error: BaseException | None) -> None:
+        self._out = None
+        if not self.listed:
+            # Nobody else knows of it: no waiter, no callback, no memory.
+            self._error = error
+            self._released = True
+            self._done = True
+            return
+        self._finish(error)
+        self._exchange.inbox.forget_receive(self)
+        self._release()
+
+    def fail(self, error: BaseException) -> None:
+        """End with an error; the memory is released once nothing moves there any more."""
+        if self._exchange.inbox.unpost(self):
+            self._conclude(error)
+            return
+        # Matched this moment: it is that thread's to say how it goes on, or the message were lost.
+        while not self._done and self._message is None:
+            time.sleep(0.0001)
+        if not self._finish(error):
+            return
+        for move in tuple(self._moves):
+            move.cancel()
+
+    def cancel(self) -> None:
+        self.fail(TransferCancelled(f"{self}: cancelled"))
+
+    def expire(self) -> None:
+        if self._message is None:
+            # Whoever finds it matched after all lets it end as it does.
+            self.fail(self._timeout_error("before a message came"))
+        else:
+            self.fail(self._timeout_error("with its bytes under way; the memory stays owned"))
+
+    def on_lost(self, error: BaseException) -> None:
+        """The agent is lost; what it may still write to stays owned."""
+        self.fail(error)
+        self.check_quarantine()
+        if self._pushed:
+            self._connection.operations.busy[self] = None
+
+    def on_left(self, error: BaseException) -> None:
+        """The sender closed its Communicator, and promised to write no more."""
+        self.fail(error)
+        if self._pushed:
+            self._pushed = 0
+            self._part_ended(error)
+
+    def check_quarantine(self) -> None:
+        remote = self.remote
+        if self._pushed and remote is not None and self._connection.contacts.is_gone(remote):
+            self._pushed = 0
+            self._connection.operations.busy.pop(self, None)
+            self._part_ended(self._error)
+
+    def hold(self, timeout: float) -> bool:
+        # False keeps the memory for ever: the agent dies, but the sender may go on writing.
+        return (
+            not self._pushed
+            or self.remote is None
+            or self._connection.contacts.is_gone(self.remote)
+        )

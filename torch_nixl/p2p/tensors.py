@@ -1,0 +1,252 @@
+"""From tensors to bytes and back: what is sent, where it lands, and when it is copied."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+
+from torch_nixl.engine import spans as algebra
+from torch_nixl.engine.memory import Memory, require_writable, tensor_memory
+from torch_nixl.errors import TransferError
+from torch_nixl.p2p.description import Description
+from torch_nixl.p2p.protocol import should_pack
+
+_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
+_memmove = ctypes.memmove
+_string_at = ctypes.string_at
+
+_LONG = 4096
+"""Bytes from which another copy of them costs more than to avoid it."""
+
+
+class MismatchError(TransferError, ValueError):
+    """A message and the tensor that was to receive it differ in shape or dtype.
+
+    Raised on both sides. The message is gone, `out` is untouched, and the next message is intact.
+    """
+
+
+def sendable(tensor: torch.Tensor, *, name: str = "tensor") -> torch.Tensor:
+    """Return what is sent of a tensor: its data, with lazy conjugation and negation resolved.
+
+    Raises:
+        TypeError: Not a plain tensor, or one without data of its own.
+        ValueError: Its data isn't plain bytes in place (sparse, nested, quantised, meta, freed).
+    """
+    if host_address(tensor):
+        return tensor
+    if isinstance(tensor, torch.Tensor) and type(tensor) in _PLAIN_TYPES:
+        if tensor.layout is torch.strided and (tensor.is_conj() or tensor.is_neg()):
+            tensor = tensor.resolve_conj().resolve_neg()
+    tensor_memory(tensor, name=name)
+    if type(tensor) not in _PLAIN_TYPES:
+        raise TypeError(f"{name}: {type(tensor).__name__} is a subclass; pass the plain tensor")
+    return tensor
+
+
+def check_target(out: torch.Tensor, *, name: str = "out") -> int:
+    """Refuse a tensor that can't be received into; return its `host_address`.
+
+    Raises:
+        TypeError, ValueError: As `sendable`; or some of its elements share memory.
+    """
+    address = host_address(out)
+    if not address:
+        require_writable(tensor_memory(out, name=name), name)
+        if type(out) not in _PLAIN_TYPES:
+            raise TypeError(f"{name}: {type(out).__name__} is a subclass; pass the plain tensor")
+    return address
+
+
+def host_address(tensor: torch.Tensor) -> int:
+    """Return where a tensor's bytes lie, if all of them are in one piece of host memory; else 0.
+
+    Looks at the storage, too: one that was freed leaves its views with addresses that lead nowhere.
+    """
+    if not (
+        type(tensor) in _PLAIN_TYPES
+        and tensor.is_cpu
+        and tensor.layout is torch.strided
+        and not tensor.is_nested
+        and tensor.is_contiguous()
+        and not tensor.is_quantized
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+    ):
+        return 0
+    try:
+        address = tensor.data_ptr()
+        storage = tensor.untyped_storage()
+        base = storage.data_ptr()
+        end = base + storage.nbytes()
+    except RuntimeError:
+        return 0
+    return address if base and base <= address and address + tensor.nbytes <= end else 0
+
+
+def join(head: bytes, tensor: torch.Tensor, address: int = 0) -> bytes:
+    """Copy the bytes of a tensor behind a head.
+
+    Args:
+        head: What comes first.
+        tensor: Of those that are `sendable`.
+        address: Its `host_address`, if it is known.
+    """
+    nbytes = tensor.nbytes
+    if not nbytes:
+        return head
+    if not address:
+        address = host_address(tensor)
+    if not address:
+        tensor = tensor.detach().cpu().contiguous()
+        address = tensor.data_ptr()
+    if nbytes < _LONG:
+        return head + _string_at(address, nbytes)
+    return b"".join((head, (ctypes.c_char * nbytes).from_address(address)))
+
+
+def from_bytes(
+    description: Description,
+    body: bytes,
+    at: int,
+    out: torch.Tensor | None,
+    device: torch.device | None,
+    address: int = 0,
+) -> torch.Tensor:
+    """Copy bytes into a tensor: `out`, or a new one on `device`.
+
+    Args:
+        description: What the bytes are.
+        body: What the bytes are in, to its end.
+        at: Where they begin.
+        out: Checked by `check_target`.
+        device: For a new tensor; the sender's kind by default.
+        address: What `check_target` returned.
+
+    Raises:
+        MismatchError: `out` has another shape or dtype.
+    """
+    if out is None:
+        device = landing_device(description, device)
+        out = torch.empty(description.shape, dtype=description.dtype, device=device)
+    else:
+        check_fits(description, out)
+    nbytes = description.nbytes
+    if nbytes:
+        source: bytes | int | None
+        if nbytes < _LONG:
+            source = body[at:]
+        else:
+            source = ctypes.cast(ctypes.c_char_p(body), ctypes.c_void_p).value
+            assert source is not None
+            source += at
+        if not address or out.data_ptr() != address:
+            address = host_address(out)
+        if address:
+            _memmove(address, source, nbytes)
+        else:
+            packed = torch.empty(description.shape, dtype=description.dtype)
+            _memmove(packed.data_ptr(), source, nbytes)
+            out.detach().copy_(packed)
+    return out
+
+
+def check_fits(description: Description, out: torch.Tensor) -> None:
+    """Refuse a message that `out` doesn't fit.
+
+    Raises:
+        MismatchError: Always names both.
+    """
+    if not description.fits(out):
+        raise MismatchError(
+            f"a message with {description} does not fit out= with {list(out.shape)} of {out.dtype}"
+        )
+
+
+def landing_device(description: Description, device: torch.device | None) -> torch.device | None:
+    """Where a message lands that nobody gave a tensor for: the sender's kind of device."""
+    if device is not None:
+        return device
+    return None if description.device == "cpu" else torch.device(description.device)
+
+
+def settle(tensor: torch.Tensor) -> None:
+    """Wait for what the current stream of a device tensor has queued so far.
+
+    What moves its bytes knows nothing of streams.
+    """
+    if not tensor.is_cpu:
+        getattr(torch, tensor.device.type).current_stream(tensor.device).synchronize()
+
+
+@dataclass(slots=True)
+class Target:
+    """Where a large message lands.
+
+    Attributes:
+        out: What the receiver gets.
+        buffer: What the bytes are moved into: `out`, or a packed temporary.
+        memory: The buffer's.
+    """
+
+    out: torch.Tensor
+    buffer: torch.Tensor
+    memory: Memory
+
+    def finish(self) -> None:
+        """Unpack, where need be. All bytes have landed."""
+        if self.buffer is not self.out:
+            self.out.detach().copy_(self.buffer)
+
+    @property
+    def packed(self) -> bool:
+        return self.buffer is not self.out
+
+
+def make_target(
+    description: Description, out: torch.Tensor | None, device: torch.device | None
+) -> Target:
+    """Choose where a large message lands.
+
+    Raises:
+        MismatchError: `out` has another shape or dtype.
+    """
+    dtype, shape = description.dtype, description.shape
+    if out is None:
+        out = torch.empty(shape, dtype=dtype, device=landing_device(description, device))
+        return Target(out, out, tensor_memory(out))
+    check_fits(description, out)
+    memory = tensor_memory(out, name="out")
+    if should_pack(len(memory.spans), memory.nbytes):
+        buffer = torch.empty(shape, dtype=dtype, device=out.device)
+        return Target(out, buffer, tensor_memory(buffer))
+    return Target(out, out, memory)
+
+
+def make_source(tensor: torch.Tensor) -> Memory:
+    """Memory to send a large tensor from: its own, or that of a packed copy."""
+    memory = tensor_memory(tensor)
+    if should_pack(len(memory.spans), memory.nbytes):
+        memory = tensor_memory(tensor.detach().contiguous())
+    return memory
+
+
+def part(memory: Memory, start: int, stop: int) -> Memory:
+    """Bytes `start` to `stop` of memory of one span."""
+    [[address, nbytes]] = memory.spans.tolist()
+    if start == 0 and stop == nbytes:
+        return memory
+    return Memory(
+        memory.kind,
+        memory.device_id,
+        algebra.single(address + start, stop - start),
+        stop - start,
+        memory.base,
+        memory.extent,
+        memory.owner,
+        memory.anchor,
+        memory.writable,
+        memory.reason,
+    )

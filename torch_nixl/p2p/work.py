@@ -1,0 +1,206 @@
+"""What `isend` and `irecv` return."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from torch_nixl.errors import TransferError
+from torch_nixl.p2p.protocol import Route
+from torch_nixl.p2p.receiving import ReceiveOperation
+from torch_nixl.p2p.sending import SendOperation
+
+if TYPE_CHECKING:
+    from torch_nixl.p2p.exchange import Exchange
+
+
+@dataclass(frozen=True, slots=True)
+class WorkStatistics:
+    """How a message went.
+
+    Attributes:
+        route: ``"eager"`` in its frame, ``"read"`` by the receiver, ``"write"`` by the sender,
+            ``"split"`` a half by each, ``"local"`` within the rank.
+        nbytes: Its size.
+        path: ``"cma"``, ``"tcp"``, ``"network"``; empty where it is not known or has no part.
+        packed: Whether scattered memory was packed on this side.
+        queued: Whether it had to wait for credit.
+    """
+
+    route: str
+    nbytes: int
+    path: str = ""
+    packed: bool = False
+    queued: bool = False
+
+
+class Work:
+    """A send or receive under way. It goes on, and ends, also if nobody holds this.
+
+    A small message counts as sent once it has left: what the receiver thinks of it comes later, and
+    shows here if it refuses it.
+    """
+
+    __slots__ = ("_exchange", "_nbytes", "_number", "_operation")
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        operation: SendOperation | ReceiveOperation | None,
+        *,
+        number: int = 0,
+        nbytes: int = 0,
+    ) -> None:
+        self._exchange = exchange
+        self._operation = operation
+        self._number = number
+        self._nbytes = nbytes
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Block until it has ended.
+
+        Args:
+            timeout: Seconds; it ends with `TransferTimeout` when they have passed. None waits
+                until its own deadline.
+
+        Raises:
+            TransferTimeout: Time is up. The memory stays owned: see `wait_released`.
+            TransferCancelled: This side or the other cancelled.
+            MismatchError: The message doesn't fit what it was received into.
+            PeerLostError: The other rank died or closed.
+            TransferError: It failed, here or on the other side.
+            ClosedError: The Communicator was closed meanwhile.
+        """
+        operation = self._operation
+        if operation is not None:
+            operation.wait(timeout)
+        self._check_refused()
+
+    def result(self, timeout: float | None = None) -> torch.Tensor | None:
+        """What was received, once it is; None for a send. Waits and raises as `wait` does."""
+        self.wait(timeout)
+        operation = self._operation
+        return operation.result if isinstance(operation, ReceiveOperation) else None
+
+    def is_completed(self) -> bool:
+        """Whether it has ended, well or not. It does so without anyone waiting."""
+        return self._operation is None or self._operation.done
+
+    def is_success(self) -> bool:
+        """Whether it has ended well."""
+        return self.is_completed() and self.exception() is None
+
+    def exception(self) -> BaseException | None:
+        """What it ended with; None if it ended well or hasn't ended."""
+        operation = self._operation
+        if operation is not None and operation.error is not None:
+            return operation.error
+        return self._exchange.outbox.refused.get(self._refused_number())
+
+    def source_rank(self) -> int:
+        """The rank that a received message came from.
+
+        Raises:
+            TransferError: Nothing was received yet, or this is a send.
+        """
+        operation = self._operation
+        if not isinstance(operation, ReceiveOperation) or operation.result is None:
+            raise TransferError("only a receive that has ended well has a source")
+        assert operation.source is not None
+        return operation.source
+
+    def cancel(self) -> None:
+        """Give it up. The memory may be in use for a while: see `wait_released`."""
+        if self._operation is not None and not self._operation.done:
+            self._operation.cancel()
+
+    def wait_released(self, timeout: float | None = None) -> bool:
+        """Block until no one but the caller can touch its memory; return False if not by then.
+
+        Args:
+            timeout: Seconds; None waits as long as it takes, which a stopped peer can make long.
+        """
+        return self._operation is None or self._operation.wait_released(timeout)
+
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        """Call `callback` once it has ended, in the thread that noticed; at once if it has."""
+        if self._operation is None:
+            callback()
+        else:
+            self._operation.add_done_callback(callback)
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        """A future that ends when this does, with what was received in a list, as c10d's."""
+        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+
+        def end() -> None:
+            error = self.exception()
+            operation = self._operation
+            if error is None:
+                received = isinstance(operation, ReceiveOperation)
+                future.set_result([operation.result] if received else [])  # type: ignore[union-attr, list-item]
+            elif isinstance(error, Exception):
+                future.set_exception(error)  # type: ignore[arg-type]  # its stub is wrong
+
+        self.add_done_callback(end)
+        return future
+
+    def __await__(self) -> Generator[object, None, torch.Tensor | None]:
+        return self._await().__await__()
+
+    async def _await(self) -> torch.Tensor | None:
+        if not self.is_completed():
+            loop = asyncio.get_running_loop()
+            future: asyncio.Future[None] = loop.create_future()
+
+            def wake() -> None:
+                if not future.done():
+                    future.set_result(None)
+
+            def call() -> None:
+                with contextlib.suppress(RuntimeError):  # The loop has ended.
+                    loop.call_soon_threadsafe(wake)
+
+            self.add_done_callback(call)
+            await future
+        return self.result()
+
+    def statistics(self) -> WorkStatistics:
+        """How it went, or goes."""
+        operation = self._operation
+        if operation is None:
+            return WorkStatistics(Route.EAGER.value, self._nbytes)
+        moved = operation.route in (Route.READ, Route.WRITE, Route.SPLIT)
+        remote = operation.remote if moved else None
+        return WorkStatistics(
+            operation.route.value,
+            operation.nbytes,
+            path="" if remote is None else self._exchange.connection.path(remote),
+            packed=operation.packed,
+            queued=isinstance(operation, SendOperation) and operation.cost > 0,
+        )
+
+    def _refused_number(self) -> int:
+        operation = self._operation
+        return operation.number if isinstance(operation, SendOperation) else self._number
+
+    def _check_refused(self) -> None:
+        refused = self._exchange.outbox.refused
+        if refused:
+            error = refused.get(self._refused_number())
+            if error is not None:
+                raise copy.copy(error)
+
+    def __repr__(self) -> str:
+        state = "pending"
+        if self.is_completed():
+            error = self.exception()
+            state = "done" if error is None else f"failed: {error}"
+        what = "send that has left" if self._operation is None else str(self._operation)
+        return f"<Work {what} {state}>"
