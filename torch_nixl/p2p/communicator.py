@@ -14,7 +14,7 @@ import torch
 
 from torch_nixl.engine.connection import DEFAULT_TIMEOUT, Connection
 from torch_nixl.engine.remotes import Contact
-from torch_nixl.errors import ClosedError, TransferTimeout
+from torch_nixl.errors import ClosedError
 from torch_nixl.p2p import protocol
 from torch_nixl.p2p.bootstrap import Bootstrap
 from torch_nixl.p2p.description import DEVICES, describe
@@ -154,11 +154,11 @@ class Communicator:
             peer = self._meet(dst, "dst", deadline)
         if description.nbytes <= protocol.EAGER_NBYTES:
             return exchange.outbox.submit_eager(peer, tag, description, tensor, address, deadline)
-        memory = make_source(tensor)
+        memory, packed = make_source(tensor)
         settle(tensor)
         held = self._connection.register(memory)
         operation = SendOperation(exchange, peer, tag, description, tensor, held, deadline)
-        operation.packed = memory.owner is not tensor and memory.base != _base(tensor)
+        operation.packed = packed
         operation.waiting = waiting
         try:
             exchange.outbox.submit(operation)
@@ -251,7 +251,9 @@ class Communicator:
 
     def iprobe(self, src: int | None = None, *, tag: int = 0) -> Envelope | None:
         """Tell what the next receive from `src` with `tag` would get, if it is here already."""
-        return self._probe(src, tag)
+        if not self.closed:
+            self._connection.progress.step()
+        return self._exchange.inbox.peek(src, tag)
 
     def probe(
         self, src: int | None = None, *, tag: int = 0, timeout: float | None = None
@@ -267,28 +269,7 @@ class Communicator:
         deadline = self._deadline(timeout)
         if src is not None and src != self.rank and src not in exchange.peers:
             self._meet(src, "src", deadline)
-        exchange.inbox.want_probed(src, tag)
-
-        def ready() -> bool:
-            found = self._probe(src, tag) is not None
-            return found or exchange.closed is not None or exchange.inbox.why_none(src) is not None
-
-        if not self._connection.progress.wait_until(ready, deadline):
-            raise TransferTimeout(f"no message from rank {src}, tag {tag} came in time")
-        envelope = self._probe(src, tag)
-        if envelope is None:
-            raise exchange.inbox.why_none(src) or ClosedError("the Communicator was closed")
-        return envelope
-
-    def _probe(self, src: int | None, tag: int) -> Envelope | None:
-        if self._exchange.closed is None:
-            self._connection.progress.step()
-        with self._exchange.lock:
-            message = self._exchange.inbox.matcher.peek(src, tag)
-        if message is None:
-            return None
-        what = message.description
-        return Envelope(message.source, tag, what.shape, what.dtype, what.nbytes)
+        return exchange.inbox.probe(src, tag, deadline)
 
     def batch_isend_irecv(self, operations: Iterable[SendOrReceive]) -> list[Work]:
         """Begin several sends and receives: the receives first, so that messages find them.
@@ -337,9 +318,7 @@ class Communicator:
     # The end.
 
     def close(self, timeout: float = CLOSE_SECONDS) -> None:
-        """End gracefully: fail what waits to be received, let what was sent be received.
-
-        Idempotent.
+        """End gracefully: what waits to be received fails, what was sent is received. Idempotent.
 
         Args:
             timeout: Seconds after which sends that were not received fail, too.
@@ -400,7 +379,7 @@ class Communicator:
         self.close()
 
     def statistics(self) -> CommunicatorStatistics:
-        """What this Communicator has done so far, as frozen values."""
+        """What this Communicator has done so far."""
         exchange = self._exchange
         return CommunicatorStatistics(
             sent=exchange.outbox.num_sent,
@@ -415,10 +394,6 @@ class Communicator:
     def __repr__(self) -> str:
         state = "closed" if self.closed else "open"
         return f"<Communicator rank {self.rank} of {self.world_size} {state}>"
-
-
-def _base(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 def _seconds(timeout: float | datetime.timedelta | None) -> float | None:

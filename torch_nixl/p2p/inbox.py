@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from torch_nixl.errors import ClosedError, MetadataError, PeerLostError
+from torch_nixl.errors import ClosedError, MetadataError, PeerLostError, TransferTimeout
 from torch_nixl.p2p import protocol
 from torch_nixl.p2p.description import Description, parse
 from torch_nixl.p2p.matching import Matcher
@@ -14,6 +14,7 @@ from torch_nixl.p2p.message import Message
 from torch_nixl.p2p.protocol import HEAD, Outcome
 from torch_nixl.p2p.receiving import ReceiveOperation
 from torch_nixl.p2p.sending import outcome_of
+from torch_nixl.p2p.values import Envelope
 
 if TYPE_CHECKING:
     from torch_nixl.p2p.exchange import Exchange
@@ -345,3 +346,26 @@ class Inbox:
                 for peer in self._peers.values():
                     if source in (None, peer.rank) and peer.debt.strained:
                         self.want(peer, tag)
+
+    def peek(self, source: int | None, tag: int) -> Envelope | None:
+        """What the next receive would get, if it is here."""
+        with self._lock:
+            message = self.matcher.peek(source, tag)
+        if message is None:
+            return None
+        what = message.description
+        return Envelope(message.source, tag, what.shape, what.dtype, what.nbytes)
+
+    def probe(self, source: int | None, tag: int, deadline: float | None) -> Envelope:
+        """Wait until a message is here. See `Communicator.probe`."""
+        self.want_probed(source, tag)
+
+        def ready() -> bool:
+            return self.peek(source, tag) is not None or self.why_none(source) is not None
+
+        if not self._connection.progress.wait_until(ready, deadline):
+            raise TransferTimeout(f"no message from rank {source}, tag {tag} came in time")
+        envelope = self.peek(source, tag)
+        if envelope is None:
+            raise self.why_none(source) or ClosedError("the Communicator was closed")
+        return envelope

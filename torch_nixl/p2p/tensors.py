@@ -225,12 +225,12 @@ def make_target(
     return Target(out, out, memory)
 
 
-def make_source(tensor: torch.Tensor) -> Memory:
-    """Memory to send a large tensor from: its own, or that of a packed copy."""
+def make_source(tensor: torch.Tensor) -> tuple[Memory, bool]:
+    """Memory to send a large tensor from: its own, or a packed copy's; and whether it is a copy."""
     memory = tensor_memory(tensor)
     if should_pack(len(memory.spans), memory.nbytes):
-        memory = tensor_memory(tensor.detach().contiguous())
-    return memory
+        return tensor_memory(tensor.detach().contiguous()), True
+    return memory, False
 
 
 def part(memory: Memory, start: int, stop: int) -> Memory:
