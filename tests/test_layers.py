@@ -66,6 +66,9 @@ PURE = {
     "torch_nixl.engine.ucx": frozenset({"numpy"}),
     "torch_nixl.engine.wire": frozenset[str](),
     "torch_nixl.engine.memory": frozenset({"numpy", "torch"}),
+    "torch_nixl.p2p.description": frozenset({"torch"}),
+    "torch_nixl.p2p.matching": frozenset[str](),
+    "torch_nixl.p2p.protocol": frozenset({"numpy"}),
 }
 
 NIXL_PACKAGES = {"nixl", "nixl_cu12", "nixl_cu13", "nixl_rocm", "nixl_meta_utils"}
