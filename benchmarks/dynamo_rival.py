@@ -40,6 +40,7 @@ async def own(
     """Expose a tensor ``rounds`` times per size; return the seconds that each took."""
     import torch
 
+    torch.set_num_threads(1)  # As under torchrun: idle OpenMP threads spin on the other's core.
     taken: dict[int, list[float]] = {}
     operation = None
     for num_bytes in sizes:
@@ -68,6 +69,7 @@ async def read(
     """Read what `own` exposes; return the seconds that each round took, metadata included."""
     import torch
 
+    torch.set_num_threads(1)
     taken: dict[int, list[float]] = {}
     operation = None
     for num_bytes in sizes:

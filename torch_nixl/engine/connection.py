@@ -378,6 +378,10 @@ class Connection:
         """Whether bytes are meant to be moving, to or from this process."""
         return bool(self.operations.transfers or self.operations.busy)
 
+    def is_watched(self) -> bool:
+        """Whether somebody waits for an end who doesn't poll."""
+        return bool(self.operations.watched)
+
     def poll_interval(self) -> float | None:
         """Longest sleep between two polls that what is outstanding allows."""
         operations = self.operations

@@ -93,6 +93,10 @@ class Driven(Protocol):
         """Whether bytes are meant to be moving, to or from this process."""
         ...
 
+    def is_watched(self) -> bool:
+        """Whether somebody waits for an end who doesn't poll."""
+        ...
+
     def poll_interval(self) -> float | None:
         """Longest sleep that what is outstanding allows; None for as long as you like."""
         ...
@@ -381,21 +385,28 @@ class Progress:
             elif self._later:
                 self._call_now()
             now = time.monotonic()
+            inline = self._num_waiting > 0 or (
+                now - self._waited_at < INLINE_SECONDS and not self._driven.is_watched()
+            )
             if moved:
                 alert_until = now + ALERT_SECONDS
                 pause = WAIT_SECONDS / 16
-                os.sched_yield()
-                continue
-            if now >= alert_until:
-                longest = self._driven.poll_interval()
-            elif self._num_waiting or now - self._waited_at < INLINE_SECONDS:
-                longest = WAIT_SECONDS  # Waking more often, it would only take their GIL.
+                if not inline:
+                    os.sched_yield()
+                    continue
+            if inline:
+                # A thread polls, and waits for what it starts. Waking more often than this, we
+                # would only take its GIL.
+                longest: float | None = WAIT_SECONDS if now < alert_until else IDLE_SECONDS
+                pause = WAIT_SECONDS if now < alert_until else IDLE_SECONDS
             else:
-                longest = self._longest_sleep()
-            pause = min(max(pause * 1.25, WAIT_SECONDS / 16), longest or WAIT_SECONDS)
+                longest = (
+                    self._longest_sleep() if now < alert_until else self._driven.poll_interval()
+                )
+                pause = min(max(pause * 1.25, WAIT_SECONDS / 16), longest or WAIT_SECONDS)
             self._resting = pause > WAIT_SECONDS or longest is None
             # What was started before this thread said that it rests did not wake it.
-            if self._resting and self._driven.poll_interval() != longest:
+            if self._resting and not inline and self._driven.poll_interval() != longest:
                 self._resting = False
                 continue
             if self._wake.wait(None if longest is None else pause):
