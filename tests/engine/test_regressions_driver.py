@@ -118,6 +118,9 @@ class Polled:
     def is_moving(self) -> bool:
         return False
 
+    def is_watched(self) -> bool:
+        return False
+
     def poll_interval(self) -> float | None:
         return 0.001
 
