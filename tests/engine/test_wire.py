@@ -93,7 +93,8 @@ def with_crc(kind: int, body: bytes, **changes: int) -> bytes:
         5,
         1,
     )
-    return head + zlib.crc32(head + body).to_bytes(4, "little") + bytes(12) + body
+    checksum = zlib.crc32(head + body[: wire.CHECKED_NBYTES])
+    return head + checksum.to_bytes(4, "little") + bytes(12) + body
 
 
 @pytest.mark.parametrize("secret", [None, SECRET])
@@ -103,6 +104,18 @@ def test_every_frame_comes_back_as_it_was(secret: bytes | None, names: tuple[str
     for frame in FRAMES:
         data = sender.pack(frame, to=names[1])
         assert receiver.unpack(names[0] or "a", data) == frame
+
+
+def test_the_checksum_covers_the_beginning_and_a_mac_the_whole_of_a_long_body() -> None:
+    body = bytes(wire.CHECKED_NBYTES + 100)
+    for at in (wire.CHECKED_NBYTES - 1, wire.CHECKED_NBYTES, len(body) - 1):
+        for secret in (None, SECRET):
+            data = bytearray(codec(secret).pack_raw(40, body))
+            data[wire.HEADER_NBYTES + at] ^= 1
+            if secret is None and at >= wire.CHECKED_NBYTES:
+                assert codec(secret).unpack("a", bytes(data)).body[at] == 1  # type: ignore[union-attr]
+            else:
+                refused(bytes(data), secret, "damaged")
 
 
 @FUZZ
