@@ -23,7 +23,7 @@ import time
 from collections.abc import Iterable, Sequence
 from types import TracebackType
 
-from torch_nixl.engine import host, wire
+from torch_nixl.engine import host, observers, wire
 from torch_nixl.engine.active import ActiveOperation
 from torch_nixl.engine.adapter import Adapter, Direction, MemoryKind, Registration
 from torch_nixl.engine.contacts import Contacts
@@ -491,6 +491,8 @@ class Connection:
     def count_end(self, operation: Operation, error: BaseException | None) -> None:
         """Count an operation that has ended."""
         self.counters.count_end(operation.nbytes, error)
+        if observers.ends:
+            observers.tell_end(self, operation, error)
 
     def statistics(self) -> ConnectionStatistics:
         """What this Connection has done so far, as frozen values."""

@@ -64,6 +64,7 @@ class Operation:
         name: What it is, for messages.
         remote: The other side; None while nobody has taken up what is offered.
         deadline: `time.monotonic()` at which the operation times out; None for never.
+        started_at: `time.monotonic()` at which it entered the connection's tables.
     """
 
     __slots__ = (
@@ -79,6 +80,7 @@ class Operation:
         "deadline",
         "name",
         "remote",
+        "started_at",
     )
 
     def __init__(
@@ -99,6 +101,7 @@ class Operation:
         self.deadline = deadline
         self.name = name
         self.remote: Remote | None = None
+        self.started_at = 0.0
 
     @property
     def done(self) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import threading
+import time
 import weakref
 from collections import OrderedDict
 
@@ -76,6 +77,7 @@ class OperationTable:
             if self._closed:
                 raise ClosedError("the connection was closed before the operation could start")
             self._all[operation] = None
+            operation.started_at = time.monotonic()
             if isinstance(operation, PassiveOperation):
                 self._offers[operation.key] = operation
             elif isinstance(operation, TransferOperation):

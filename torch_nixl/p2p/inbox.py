@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
+from torch_nixl.engine import observers
 from torch_nixl.errors import ClosedError, MetadataError, PeerLostError, TransferTimeout
 from torch_nixl.p2p import protocol
 from torch_nixl.p2p.description import Description, parse
@@ -171,6 +172,8 @@ class Inbox:
         body: bytes,
     ) -> None:
         self.num_received += 1
+        if observers.messages and peer is not None:
+            observers.tell_message(self._connection, peer.remote, description.nbytes, sent=False)
         error = receive.deliver(source, description, body, HEAD.size + len(description.packed))
         if error is not None and peer is not None:
             end = protocol.pack_end(self._context, number, *outcome_of(error))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
+from torch_nixl.engine import observers
 from torch_nixl.p2p import protocol
 from torch_nixl.p2p.description import Description
 from torch_nixl.p2p.protocol import HEAD, Outcome
@@ -175,6 +176,8 @@ class Outbox:
         head = HEAD.pack(self._context, flags, tag, number)
         self.num_sent += 1
         self._send(peer, protocol.EAGER, join(head + description.packed, tensor, address))
+        if observers.messages:
+            observers.tell_message(self._connection, peer.remote, description.nbytes, sent=True)
 
     def on_credit(self, peer: Peer, body: bytes) -> None:
         """Credit came back: send what waited for it."""
