@@ -60,8 +60,11 @@ class PeerLostError(TransferError, ConnectionError):
 
     Attributes:
         remote: Name of the agent that was lost.
+        rank: Its rank in the Communicator that the operation belongs to; None where there are no
+            ranks, as in `torch_nixl.connect`.
     """
 
-    def __init__(self, message: str, *, remote: str = "") -> None:
+    def __init__(self, message: str, *, remote: str = "", rank: int | None = None) -> None:
         super().__init__(message)
         self.remote = remote
+        self.rank = rank

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import math
+import pickle
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
 from p2p.conftest import World
+from torch_nixl.engine.connection import Connection
 from torch_nixl.errors import ClosedError, PeerLostError, TransferCancelled, TransferTimeout
 from torch_nixl.p2p import protocol
+from torch_nixl.p2p.communicator import Communicator
 from torch_nixl.p2p.description import DTYPES
 from torch_nixl.p2p.tensors import MismatchError
 from torch_nixl.testing import LoopbackFabric
@@ -538,10 +543,68 @@ def test_killed_peer_wakes_every_waiter(world: World, fabric: LoopbackFabric, pa
     works += [a.isend(torch.zeros(1), 1) for _ in range(protocol.CREDIT_FRAMES + 1)][-1:]
     fabric.kill(b.connection.name)
     for work in works:
-        with pytest.raises(PeerLostError):
+        with pytest.raises(PeerLostError) as caught:
             work.wait(10)
-    with pytest.raises(PeerLostError, match="rank 1"):
-        a.recv(1)
+        assert caught.value.rank == 1
+        assert isinstance(work.exception(), PeerLostError)
+    calls: list[Callable[[], object]] = [
+        lambda: a.recv(1),
+        lambda: a.recv(timeout=10),
+        lambda: a.send(torch.tensor(1), 1),
+        lambda: a.isend(torch.ones(LARGE), 1),
+        lambda: a.irecv(1),
+        lambda: a.probe(1),
+        lambda: a.probe(timeout=10),
+    ]
+    for call in calls:
+        with pytest.raises(PeerLostError, match="rank 1 is lost") as caught:
+            call()
+        assert (caught.value.rank, caught.value.remote) == (1, b.connection.name)
+
+
+def test_each_communicator_names_a_lost_agent_by_its_own_rank(fabric: LoopbackFabric) -> None:
+    store = HashStore()
+    one, other = (Connection(fabric.adapter(name)) for name in ("one", "other"))
+    pairs = [
+        [
+            Communicator(store, rank, 2, prefix=prefix, timeout=20, connection=connection)
+            for rank, connection in enumerate(order)
+        ]
+        for prefix, order in (("p", (one, other)), ("q", (other, one)))
+    ]
+    for first, second in pairs:
+        first.send(torch.tensor(1), 1)
+        second.send(torch.tensor(1), 0)
+        first.recv(1)
+        second.recv(0)
+    mine = pairs[0][0], pairs[1][1]
+    works = [mine[0].irecv(1), mine[1].irecv(0)]
+    fabric.kill("other")
+    for rank, work in zip((1, 0), works, strict=True):
+        with pytest.raises(PeerLostError) as caught:
+            work.wait(10)
+        assert caught.value.rank == rank
+        found = pickle.loads(pickle.dumps(caught.value))  # noqa: S301
+        assert (found.rank, found.remote, str(found)) == (rank, "other", str(caught.value))
+    for communicator in mine:
+        communicator.abort()
+    one.abort()
+    other.abort()
+
+
+def test_bytes_are_counted_once_on_each_side(world: World, path: str) -> None:
+    a, b = world()
+    for count in (LARGE, SPLIT):
+        before = [one.connection.statistics() for one in (a, b)]
+        receive = b.irecv(0)
+        with ThreadPoolExecutor() as pool:
+            done = pool.submit(a.send, torch.ones(count), 1)
+            receive.wait()
+            done.result()
+        for one, then in zip((a, b), before, strict=True):
+            now = one.connection.statistics()
+            assert (now.operations - then.operations, now.nbytes - then.nbytes) == (1, 4 * count)
+            assert now.failures == {}
 
 
 def test_stopped_peer_meets_the_deadline_and_may_come_back(
@@ -563,11 +626,6 @@ def test_stopped_peer_meets_the_deadline_and_may_come_back(
 
 
 def test_five_times_in_a_row_over_one_store(fabric: LoopbackFabric) -> None:
-    from torch.distributed import HashStore
-
-    from torch_nixl.engine.connection import Connection
-    from torch_nixl.p2p.communicator import Communicator
-
     store = HashStore()
     keys = []
     for turn in range(5):
@@ -587,11 +645,6 @@ def test_five_times_in_a_row_over_one_store(fabric: LoopbackFabric) -> None:
 
 
 def test_store_is_not_used_after_first_contact(fabric: LoopbackFabric) -> None:
-    from torch.distributed import HashStore
-
-    from torch_nixl.engine.connection import Connection
-    from torch_nixl.p2p.communicator import Communicator
-
     class Counting(HashStore):
         calls = 0
 

@@ -241,8 +241,12 @@ class Operation:
         for waiter in waiters:
             waiter.ring()
         self._connection.progress.call_later(callbacks)
-        self._connection.count_end(self, error)
+        self._count_end(error)
         return True
+
+    def _count_end(self, error: BaseException | None) -> None:
+        """Count it in the connection's figures; parts of others leave that to the whole."""
+        self._connection.count_end(self, error)
 
     def _release(self) -> None:
         """Give the memory back; only the first call counts."""

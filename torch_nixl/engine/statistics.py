@@ -12,7 +12,9 @@ class ConnectionStatistics:
     """What a Connection has done since it was made.
 
     Attributes:
-        operations: Operations that ended well.
+        operations: Operations that ended well. A tensor that is sent or received between ranks is
+            one, however many transfers it took; small ones that had to wait for nothing are in a
+            Communicator's figures only.
         nbytes: Bytes of those.
         failures: Operations that ended otherwise, by the name of the error.
         registrations: Regions registered with the library.

@@ -303,9 +303,7 @@ class Communicator:
             raise ValueError(f"{name}={rank!r}: expected a rank, 0 to {self.world_size - 1}")
         timeout = None if deadline is None else deadline - time.monotonic()
         blob = self._bootstrap.fetch(rank, timeout)
-        info = self._connection.adapter.inspect(blob)
-        remote = self._connection.contact(info.agent, blob)
-        return self._exchange.meet(rank, remote)
+        return self._exchange.contact(rank, blob)
 
     def _deadline(self, timeout: float | None) -> float | None:
         seconds = self.timeout if timeout is None else timeout

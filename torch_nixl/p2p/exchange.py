@@ -58,6 +58,7 @@ class Exchange:
         self.numbers = itertools.count(1)
         self.peers: dict[int, Peer] = {}
         self.by_remote: dict[Remote, Peer] = {}
+        self._num_gone = 0
         self.closed: BaseException | None = None
         self.outbox = Outbox(self)
         self.inbox = Inbox(self)
@@ -66,6 +67,20 @@ class Exchange:
             **self.inbox.handlers,
             protocol.LEAVE: self.on_leave,
         }
+
+    def contact(self, rank: int, blob: bytes) -> Peer:
+        """Make contact with the agent of a rank, and meet it.
+
+        Raises:
+            MetadataError: The metadata is not acceptable, or another agent is that rank.
+            PeerLostError: The agent can't be reached.
+        """
+        info = self.connection.adapter.inspect(blob)
+        try:
+            remote = self.connection.contact(info.agent, blob)
+        except PeerLostError as error:
+            raise PeerLostError(f"rank {rank}: {error}", remote=info.agent, rank=rank) from error
+        return self.meet(rank, remote)
 
     def meet(self, rank: int, remote: Remote) -> Peer:
         """Find or make the peer of that rank, and introduce ourselves.
@@ -117,19 +132,18 @@ class Exchange:
 
     def lose(self, peer: Peer, error: BaseException) -> None:
         """A peer's agent is gone. Its operations have been told, or are being told."""
-        self._part(
-            peer, PeerLostError(f"rank {peer.rank} is lost: {error}", remote=peer.remote.name)
-        )
+        name, rank = peer.remote.name, peer.rank
+        self._part(peer, PeerLostError(f"rank {rank} is lost: {error}", remote=name, rank=rank))
 
     def on_leave(self, peer: Peer, body: bytes) -> None:
         """A peer closed its Communicator, and touches no memory of ours any more."""
-        name = peer.remote.name
-        self._part(peer, PeerLostError(f"rank {peer.rank} has closed ({name})", remote=name))
+        name, rank = peer.remote.name, peer.rank
+        self._part(peer, PeerLostError(f"rank {rank} has closed ({name})", remote=name, rank=rank))
         with self.lock:
             sends = [one for one in (*self.outbox.sends.values(), *peer.queue) if one.peer is peer]
             receives = [one for one in self.inbox.receiving if one.watched is peer]
         for send in sends:
-            send.on_left(PeerLostError(f"{send}: rank {peer.rank} has closed", remote=name))
+            send.on_left(PeerLostError(f"{send}: rank {rank} has closed", remote=name))
         for receive in receives:
             if not receive.reading:
                 receive.on_left(PeerLostError(f"{receive}: it has closed", remote=name))
@@ -140,13 +154,18 @@ class Exchange:
             if peer.error is not None:
                 return
             peer.error = error
-            gone = sum(one.error is not None for one in self.peers.values())
-            alone = gone == self.world_size - 1
+            self._num_gone += 1
+            alone = self.is_alone()
             orphans = [one for source, _, one in self.inbox.matcher.receives() if source is None]
         peer.link.close()
         if alone:
             for receive in orphans:
-                receive.fail(PeerLostError(f"{receive}: no other rank is left; the last: {error}"))
+                why = f"{receive}: no other rank is left; the last: {error}"
+                receive.fail(PeerLostError(why, remote=peer.remote.name, rank=peer.rank))
+
+    def is_alone(self) -> bool:
+        """Whether all other ranks were met and are gone."""
+        return 0 < self._num_gone == self.world_size - 1
 
     def watch(self, operation: SendOperation | ReceiveOperation, peer: Peer) -> None:
         """Have a peer looked after until the operation is forgotten."""
@@ -179,7 +198,7 @@ class Exchange:
         if self.closed is not None:
             raise ClosedError(str(self.closed))
         if peer.error is not None:
-            raise PeerLostError(str(peer.error), remote=peer.remote.name)
+            raise PeerLostError(str(peer.error), remote=peer.remote.name, rank=peer.rank)
 
     def outstanding(self) -> list[SendOperation | ReceiveOperation]:
         """What has not ended: sends first."""

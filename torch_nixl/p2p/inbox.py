@@ -94,12 +94,10 @@ class Inbox:
                     self._list_or_end(receive)
 
     def _check_source(self, source: int | None) -> Peer | None:
-        if self._exchange.closed is not None:
-            raise ClosedError(str(self._exchange.closed))
-        peer = None if source is None else self._peers.get(source)
-        if peer is not None:
-            self._exchange.check(peer)
-        return peer
+        error = self.why_none(source)
+        if error is not None:
+            raise error
+        return None if source is None else self._peers.get(source)
 
     def _ask(self, peer: Peer | None, source: int | None, tag: int) -> None:
         """Say that a receive waits, where the sender may be out of credit."""
@@ -337,10 +335,12 @@ class Inbox:
         """Why no message can come any more; None while one can."""
         if self._exchange.closed is not None:
             return ClosedError(str(self._exchange.closed))
+        if source is None and self._exchange.is_alone():
+            source = next(iter(self._peers))
         peer = None if source is None else self._peers.get(source)
         if peer is None or peer.error is None:
             return None
-        return PeerLostError(str(peer.error), remote=peer.remote.name)
+        return PeerLostError(str(peer.error), remote=peer.remote.name, rank=source)
 
     def want_probed(self, source: int | None, tag: int) -> None:
         """Have the next message of a tag come even if its sender is out of credit."""

@@ -94,6 +94,9 @@ class MoveOperation(TransferOperation):
             self._told = True
         return super()._advance()
 
+    def _count_end(self, error: BaseException | None) -> None:
+        """Count nothing: the send or receive does, with the bytes of all its parts."""
+
     def _settle(self) -> None:
         # First what the other side waits for, then this side's waiters, then housekeeping.
         self._owner.on_moved(self, self._error)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict, deque
 from typing import TYPE_CHECKING, Final
 
 from torch_nixl.engine.blob import BlobInfo
 from torch_nixl.engine.operation import Operation
 from torch_nixl.engine.registry import RegisteredMemory
-from torch_nixl.errors import MetadataError
+from torch_nixl.errors import MetadataError, PeerLostError
 from torch_nixl.p2p.protocol import CREDIT_FRAMES, Allowance, Debt, Place, credit_nbytes, pack_place
 
 if TYPE_CHECKING:
@@ -21,6 +22,19 @@ MAX_TOLD: Final = 1024
 
 MAX_REGIONS: Final = 4 * MAX_TOLD
 """Regions of a peer that are remembered, the latest ones told: more than it trusts us to."""
+
+
+def with_rank(error: BaseException | None, rank: int | None) -> BaseException | None:
+    """The same error, with the rank if it tells of a lost agent.
+
+    The engine knows no ranks, and one agent may be of several: each Communicator adds its own.
+    """
+    if not isinstance(error, PeerLostError) or error.rank is not None or rank is None:
+        return error
+    ranked = copy.copy(error)
+    ranked.rank = rank
+    ranked.__cause__ = error.__cause__
+    return ranked
 
 
 class Peer:

@@ -20,6 +20,7 @@ from torch_nixl.p2p import protocol
 from torch_nixl.p2p.description import Description
 from torch_nixl.p2p.message import Message
 from torch_nixl.p2p.move import MoveOperation
+from torch_nixl.p2p.peer import Peer, with_rank
 from torch_nixl.p2p.protocol import Outcome, Route
 from torch_nixl.p2p.sending import error_of, outcome_of
 from torch_nixl.p2p.tensors import Target, from_bytes, make_target, part
@@ -27,7 +28,6 @@ from torch_nixl.p2p.tensors import Target, from_bytes, make_target, part
 if TYPE_CHECKING:
     from torch_nixl.engine.blob import BlobInfo
     from torch_nixl.p2p.exchange import Exchange
-    from torch_nixl.p2p.peer import Peer
 
 
 class ReceiveOperation(Operation):
@@ -329,6 +329,9 @@ class ReceiveOperation(Operation):
         self._conclude(error)
 
     # How it ends.
+
+    def _finish(self, error: BaseException | None) -> bool:
+        return super()._finish(with_rank(error, self.source))
 
     def _conclude(self, error: BaseException | None) -> None:
         self._out = None

@@ -20,12 +20,12 @@ from torch_nixl.errors import (
 from torch_nixl.p2p import protocol
 from torch_nixl.p2p.description import Description
 from torch_nixl.p2p.move import MoveOperation
+from torch_nixl.p2p.peer import Peer, with_rank
 from torch_nixl.p2p.protocol import Outcome, Place, Route
 from torch_nixl.p2p.tensors import MismatchError, part
 
 if TYPE_CHECKING:
     from torch_nixl.p2p.exchange import Exchange
-    from torch_nixl.p2p.peer import Peer
 
 
 class State(enum.Enum):
@@ -218,6 +218,9 @@ class SendOperation(Operation):
         self._conclude()
 
     # How it ends.
+
+    def _finish(self, error: BaseException | None) -> bool:
+        return super()._finish(with_rank(error, self.peer.rank))
 
     def _conclude(self) -> None:
         """End if neither side touches the memory any more."""
