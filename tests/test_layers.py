@@ -47,6 +47,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("torch_nixl.kv",),
     ("torch_nixl.state",),
     ("torch_nixl.process_group",),
+    ("torch_nixl.metrics", "torch_nixl.tracing"),
     ("torch_nixl.integrations",),
     ("torch_nixl.cli",),
     ("torch_nixl.testing", "torch_nixl._testing"),

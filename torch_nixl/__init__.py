@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from torch_nixl import connect
+    from torch_nixl import connect, metrics
     from torch_nixl.errors import (
         BackendError,
         ClosedError,
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     )
     from torch_nixl.p2p.tensors import MismatchError
     from torch_nixl.p2p.work import Work
+    from torch_nixl.tracing import merge_traces, trace
 
 __version__ = "0.1.0"
 
@@ -60,9 +61,12 @@ __all__ = [
     "init",
     "irecv_tensor",
     "isend_tensor",
+    "merge_traces",
+    "metrics",
     "recv_tensor",
     "send_tensor",
     "shutdown",
+    "trace",
 ]
 
 # Where each public name lives. `TYPE_CHECKING` above says the same to type checkers.
@@ -85,13 +89,15 @@ _HOMES = {
     "init": "torch_nixl.p2p.functions",
     "irecv_tensor": "torch_nixl.p2p.functions",
     "isend_tensor": "torch_nixl.p2p.functions",
+    "merge_traces": "torch_nixl.tracing",
     "recv_tensor": "torch_nixl.p2p.functions",
     "send_tensor": "torch_nixl.p2p.functions",
     "shutdown": "torch_nixl.p2p.functions",
+    "trace": "torch_nixl.tracing",
 }
 
 # Public modules, loaded the same way.
-_MODULES = frozenset({"connect"})
+_MODULES = frozenset({"connect", "metrics"})
 
 
 def __getattr__(name: str) -> object:

@@ -286,3 +286,12 @@ def _plan(seed: int, source: int, world: int, count: int) -> list[tuple[int, int
 
 def _payload(source: int, index: int, nbytes: int) -> torch.Tensor:
     return (torch.arange(nbytes) + 7 * index + 31 * source).to(torch.uint8)
+
+
+def traced(rank: Rank, path: str) -> None:
+    """Both ranks write one trace of one large message."""
+    with make(rank) as communicator, torch_nixl.trace(path, group=communicator):
+        if rank.rank == 0:
+            communicator.send(torch.zeros(1 << 18), 1)
+        else:
+            communicator.recv(0)

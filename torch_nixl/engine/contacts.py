@@ -76,6 +76,10 @@ class Contacts:
         self._lock = self._connection.lock
         self._contacting = threading.Lock()
 
+    def all(self) -> list[Remote]:
+        """Those known, and not lost."""
+        return list(self._remotes.values())
+
     def get(self, name: str) -> Remote | None:
         """The remote of that name, if it is known and not lost."""
         return self._remotes.get(name)

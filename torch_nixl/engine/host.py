@@ -106,6 +106,11 @@ def watch(connection: Connection) -> None:
     _open.add(connection)
 
 
+def watched() -> list[Connection]:
+    """The connections of this process that are open."""
+    return list(_open)
+
+
 def unwatch(connection: Connection) -> None:
     """Undo `watch`."""
     _open.discard(connection)

@@ -129,6 +129,11 @@ class Progress:
         self._thread: threading.Thread | None = None
         self._start_lock = threading.Lock()
 
+    @property
+    def num_waiting(self) -> int:
+        """How many threads wait, now."""
+        return self._num_waiting
+
     def step(self) -> bool:
         """Poll once; return whether anything happened. Returns at once if another thread polls."""
         if not self._driving.acquire(blocking=False):

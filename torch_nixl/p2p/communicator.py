@@ -378,16 +378,7 @@ class Communicator:
 
     def statistics(self) -> CommunicatorStatistics:
         """What this Communicator has done so far."""
-        exchange = self._exchange
-        return CommunicatorStatistics(
-            sent=exchange.outbox.num_sent,
-            received=exchange.inbox.num_received,
-            queued=exchange.outbox.num_queued,
-            refused=exchange.outbox.num_refused,
-            unexpected=exchange.inbox.matcher.num_messages,
-            outstanding=len(exchange.outstanding()),
-            peers=len(exchange.peers),
-        )
+        return self._exchange.statistics()
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else "open"

@@ -22,6 +22,7 @@ from torch_nixl.p2p.outbox import Outbox
 from torch_nixl.p2p.peer import Peer
 from torch_nixl.p2p.receiving import ReceiveOperation
 from torch_nixl.p2p.sending import SendOperation
+from torch_nixl.p2p.values import CommunicatorStatistics
 
 if TYPE_CHECKING:
     from torch_nixl.engine.connection import Connection
@@ -205,6 +206,18 @@ class Exchange:
         with self.lock:
             queued = [one for peer in self.peers.values() for one in peer.queue]
             return [*self.outbox.sends.values(), *queued, *self.inbox.receiving]
+
+    def statistics(self) -> CommunicatorStatistics:
+        """What was sent and received so far."""
+        return CommunicatorStatistics(
+            sent=self.outbox.num_sent,
+            received=self.inbox.num_received,
+            queued=self.outbox.num_queued,
+            refused=self.outbox.num_refused,
+            unexpected=self.inbox.matcher.num_messages,
+            outstanding=len(self.outstanding()),
+            peers=len(self.peers),
+        )
 
     def say_leave(self) -> None:
         """Tell the peers that this side ends and touches their memory no more, where that is so."""

@@ -58,6 +58,11 @@ class Hub:
         if self._exchanges.setdefault(exchange.context, exchange) is not exchange:
             raise ValueError(f"context {exchange.context:#x} is in use")
 
+    @property
+    def exchanges(self) -> list[Exchange]:
+        """Those that frames are taken in for."""
+        return list(self._exchanges.values())
+
     def remove(self, exchange: Exchange) -> None:
         """Take in no more."""
         if self._exchanges.get(exchange.context) is exchange:
@@ -117,6 +122,13 @@ def hub_of(connection: Connection) -> Hub:
         if hub is None:
             hub = _hubs[connection] = Hub(connection)
         return hub
+
+
+def exchanges_of(connection: Connection) -> list[Exchange]:
+    """What the Communicators on a connection send and receive by; none where there are none."""
+    with _lock:
+        hub = _hubs.get(connection)
+    return [] if hub is None else hub.exchanges
 
 
 def share_connection(rank: int) -> Connection:
