@@ -12,6 +12,8 @@ import errno
 import os
 from typing import Final
 
+from torch_nixl.engine import performance
+
 CMA: Final = "cma"
 TCP: Final = "tcp"
 NETWORK: Final = "network"
@@ -45,15 +47,21 @@ def copy_from(pid: int, address: int, nbytes: int) -> bytes:
 
 
 def same_host_path(pid: int, address: int) -> str:
-    """Name the path to a process on this host: `CMA` or `TCP`."""
+    """Name the path to a process on this host: `CMA` or `TCP`, with a warning why not `CMA`."""
     choice = os.environ.get("UCX_TLS", "all")
     wanted = {name.strip() for name in choice.lstrip("^").split(",")}
     allowed = not (wanted & _WITH_CMA) if choice.startswith("^") else bool(wanted & _WITH_CMA)
-    if not allowed:
-        return TCP
+    reason = ""
     try:
         copy_from(pid, address, 1)
     except OSError as error:
         # Nothing mapped there is the answer of a kernel that would have copied.
-        return CMA if error.errno == errno.EFAULT else TCP
-    return CMA
+        if error.errno != errno.EFAULT:
+            reason = errno.errorcode.get(error.errno or 0, str(error))
+    if allowed and not reason:
+        return CMA
+    if not reason:
+        performance.warn(performance.Cause.CMA_UNUSED, transports=choice)
+    elif reason in ("EPERM", "ENOSYS"):
+        performance.warn(performance.Cause.CMA_DENIED, reason=reason)
+    return TCP

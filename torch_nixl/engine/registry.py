@@ -29,6 +29,7 @@ from dataclasses import dataclass
 
 from torch_nixl.engine.adapter import Adapter, MemoryKind, Region, Registration, Spans
 from torch_nixl.engine.memory import Memory, require_in_place
+from torch_nixl.engine.performance import look_at_device_memory, look_at_registrations
 from torch_nixl.engine.spans import with_device
 from torch_nixl.errors import ClosedError, RegistrationError
 
@@ -244,6 +245,9 @@ class Registry:
         self.statistics.registrations += 1
         self.statistics.live += 1
         self.statistics.live_bytes += memory.extent
+        look_at_registrations(self.statistics.registrations, self.statistics.hits)
+        if memory.kind is MemoryKind.VRAM and "UCX" in self._adapter.capabilities.backends:
+            look_at_device_memory()
         return entry
 
     def _register_region(self, key: _Key) -> tuple[Registration, bytes]:

@@ -13,6 +13,7 @@ import numpy as np
 from torch_nixl.engine import spans
 from torch_nixl.engine.adapter import Direction, MemoryKind, Spans, Transfer
 from torch_nixl.engine.operation import Operation
+from torch_nixl.engine.performance import look_at_spans
 from torch_nixl.engine.registry import RegisteredMemory
 from torch_nixl.errors import (
     ClosedError,
@@ -303,6 +304,7 @@ def _pieces(local: Sequence[RegisteredMemory], remote: Sequence[OfferedMemory]) 
         theirs: Spans = np.concatenate([memory.spans for memory in remote[start:stop]])
         start = stop
         ours, theirs = spans.pair(ours, theirs)
+        look_at_spans(len(ours), spans.total(ours))
         for our_piece, their_piece in spans.pieces(
             ours, theirs, max_bytes=PIECE_BYTES, max_spans=PIECE_SPANS
         ):
