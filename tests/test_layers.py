@@ -49,6 +49,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("torch_nixl.process_group",),
     ("torch_nixl.metrics", "torch_nixl.tracing"),
     ("torch_nixl.integrations",),
+    ("torch_nixl.bench",),
     ("torch_nixl.cli",),
     ("torch_nixl.testing", "torch_nixl._testing"),
 )

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from torch_nixl import __version__
+from torch_nixl.cli import bench
 
 app = typer.Typer(
     name="torch-nixl",
@@ -15,6 +16,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.add_typer(bench.app, name="bench")
 
 
 def _print_version(wanted: bool) -> None:

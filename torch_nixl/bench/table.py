@@ -1,0 +1,89 @@
+"""Reports as tables, by rich."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+
+from torch_nixl.bench.report import OURS, Change, Measurement, Report
+from torch_nixl.bench.session import size_name
+
+_STYLES = {
+    "win": "green",
+    "loss": "bold red",
+    "even": "yellow",
+    "faster": "green",
+    "slower": "bold red",
+    "same": "",
+}
+_FROM_BANDWIDTH = 1 << 20
+"""Sizes from which figures are shown as bandwidth."""
+
+
+def show(report: Report, console: Console) -> None:
+    """Print a report: our figure, and for each rival its own and the ratio of times."""
+    machine = report.machine
+    table = Table(
+        title=f"{report.suite}: {report.ranks} ranks on {machine.cores} cores ({machine.arch}), "
+        f"{report.device}, load average {machine.load:.1f}",
+        caption="ratio: our time / the rival's, median of the rounds and (quartiles); below 1 we "
+        "are faster",
+    )
+    rivals = list(dict.fromkeys(name for one in report.measurements for name in one.seconds))
+    rivals.remove(OURS)
+    table.add_column("")
+    table.add_column("size", justify="right")
+    table.add_column(OURS, justify="right")
+    for name in rivals:
+        table.add_column(name, justify="right")
+        table.add_column("ratio", justify="right")
+    for one in report.measurements:
+        compared = {comparison.rival: comparison for comparison in one.comparisons()}
+        row = [one.what, size_name(one.nbytes), figure(one, OURS)]
+        for name in rivals:
+            comparison = compared.get(name)
+            if comparison is None:
+                row += ["", ""]
+                continue
+            style = _STYLES[comparison.verdict]
+            row.append(figure(one, name))
+            row.append(
+                f"[{style}]{comparison.ratio:.2f} ({comparison.low:.2f}-{comparison.high:.2f}) "
+                f"{comparison.verdict}[/]"
+            )
+        table.add_row(*row)
+    console.print(table)
+
+
+def figure(measurement: Measurement, name: str) -> str:
+    """A contestant's figure, as time or bandwidth."""
+    if measurement.nbytes >= _FROM_BANDWIDTH:
+        return f"{measurement.bandwidth(name):.2f} GB/s"
+    return time_name(measurement.median(name))
+
+
+def time_name(seconds: float) -> str:
+    """Seconds for people: ``"17.4 us"``."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} us"
+
+
+def show_changes(changes: list[Change], console: Console) -> None:
+    """Print what got slower or faster between two runs."""
+    table = Table(caption="slower, faster: the quartiles of the two runs don't overlap")
+    for column in ("", "size", "before", "after", "after / before", ""):
+        table.add_column(column, justify="left" if not column else "right")
+    for one in changes:
+        style = _STYLES[one.verdict]
+        verdict = f"[{style}]{one.verdict}[/]" if style else one.verdict
+        table.add_row(
+            one.what,
+            size_name(one.nbytes),
+            time_name(one.before),
+            time_name(one.after),
+            f"{one.after / one.before:.2f}",
+            verdict,
+        )
+    console.print(table)
