@@ -23,7 +23,7 @@ export PIP_NO_INPUT := 1
 # torchrun would set the same, with a warning.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test test-interop lint format bench soak clean
+.PHONY: help demo test test-interop lint format docs bench soak clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -33,6 +33,7 @@ help:
 	@echo "make test-interop  run the tests against dynamo's nixl_connect, in an environment of its own"
 	@echo "make lint    check format, lint and types"
 	@echo "make format  apply the format and the safe lint fixes"
+	@echo "make docs    build the documents into build/docs"
 	@echo "make bench   measure against raw NIXL"
 	@echo "make soak    run the tests that take minutes"
 	@echo "make clean   remove .venv and everything generated"
@@ -99,6 +100,10 @@ lint: $(VENV)/.stamp-dev
 format: $(VENV)/.stamp-dev
 	$(PY) -m ruff format .
 	$(PY) -m ruff check --fix .
+
+# The theme's authors announce their next product at each build.
+docs: $(VENV)/.stamp-dev
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet --site-dir build/docs
 
 bench: $(VENV)/.stamp-bench
 	$(PY) benchmarks/engine.py $(BENCH_ARGS)
