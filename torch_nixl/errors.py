@@ -51,8 +51,32 @@ class TransferCancelled(TransferError):
     """An operation was cancelled by this side or by the other."""
 
 
-class LeaseExpired(TransferError):
+class LeaseError(TransferError):
+    """What was asked for is not, or no longer, on offer. Nothing has moved."""
+
+
+class LeaseExpired(LeaseError):
     """What was offered is no longer offered: its lease lapsed before anyone took it up."""
+
+
+class LeaseConsumed(LeaseError):
+    """What was offered has been taken up already: each offer is good for one taker."""
+
+
+class LeaseUnknown(LeaseError):
+    """There was never such an offer: the ticket is of another server, or of an earlier one."""
+
+
+class LeaseReused(LeaseError):
+    """The offer ended, and its place was given to another since: the ticket is an old one."""
+
+
+class LeaseOutOfRange(LeaseError):
+    """More was asked for than is offered: positions or pages beyond its end."""
+
+
+class IncompatibleError(TransferError):
+    """Two caches can't be converted into each other; the message names the first difference."""
 
 
 class PeerLostError(TransferError, ConnectionError):

@@ -214,8 +214,8 @@ class Layout:
             raise ValueError(f"{len(self.region_nbytes)} regions: expected 1 to {MAX_REGIONS}")
         strides = (self.page_stride, self.token_stride, self.head_stride)
         sizes = (self.num_pages, geometry.page_size, len(geometry.heads))
-        if any(stride < 0 for stride in strides):
-            raise ValueError(f"strides {strides} have to be 0 or more")
+        if not all(0 <= stride <= MAX_NBYTES for stride in strides):
+            raise ValueError(f"strides {strides}: expected 0 to {MAX_NBYTES}")
         row = geometry.row_nbytes
         if not surely_disjoint((*sizes, row), (*strides, 1), 1):
             raise ValueError(
