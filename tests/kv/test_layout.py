@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kv.caches import SHAPES, Cache, make, move, oracle
-from torch_nixl.kv.layout import Geometry, Layout, describe, intersect, shares
+from torch_nixl.kv.layout import Geometry, Layout, describe, intersect, shares, takers
 from torch_nixl.kv.plan import Plan, Run, make_plan
 
 BF16 = torch.bfloat16
@@ -134,6 +134,22 @@ def test_ranks_get_every_head_exactly_once(src_tp: int, dst_tp: int, axes: str) 
                     one.view(torch.int16)[theirs],
                     other.view(torch.int16)[ours][:, :, heads.start : heads.stop],
                 )
+
+
+@pytest.mark.parametrize(("src_tp", "dst_tp"), list(itertools.product([1, 2, 4, 8], repeat=2)))
+def test_both_sides_agree_on_who_takes_from_whom(src_tp: int, dst_tp: int) -> None:
+    whole = dataclasses.replace(BASE, num_kv_heads=4)
+    pairs = set()
+    for rank in range(dst_tp):
+        geometry = dataclasses.replace(whole, tp_rank=rank, tp_size=dst_tp)
+        pairs |= {(share.rank, rank) for share in shares(geometry, src_tp)}
+    there = dataclasses.replace(whole, tp_size=dst_tp)
+    found = {
+        (rank, taker)
+        for rank in range(src_tp)
+        for taker in takers(dataclasses.replace(whole, tp_rank=rank, tp_size=src_tp), there)
+    }
+    assert found == pairs
 
 
 def test_replicas_share_the_load() -> None:
@@ -287,6 +303,7 @@ def test_packed_pages_of_different_sizes_are_refused() -> None:
         (Run(np.arange(2)), Run(np.arange(2)), -1, 8, "expected 0 or more"),
         (Run(np.arange(2)), Run(np.arange(2)), 8, 7, "expected 0 or more"),
         (Run(np.arange(0)), Run(np.arange(2)), 0, 1, "hold positions 0 to 0"),
+        (Run(np.arange(2)), Run(np.arange(2)), 0, 1 << 40, "hold positions 0 to 8"),
     ],
 )
 def test_pages_that_do_not_fit_are_refused(
@@ -318,6 +335,7 @@ def test_ranks_without_common_heads_move_nothing() -> None:
     "change",
     [
         {"tp_size": 3},
+        {"tp_size": 8192},
         {"tp_rank": 1},
         {"num_layers": 0},
         {"num_layers": 5000},

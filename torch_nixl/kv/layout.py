@@ -18,7 +18,7 @@ attention) are several layouts, one for each group.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -45,6 +45,9 @@ HND: Final = "KPHTD"
 MAX_LAYERS: Final = 4096
 MAX_REGIONS: Final = 2 * MAX_LAYERS
 MAX_PAGES: Final = 1 << 31
+MAX_RANKS: Final = 4096
+"""Most ranks of a tensor-parallel group."""
+
 MAX_NBYTES: Final = 1 << 62
 """Most bytes that a region of a cache has: sums of offsets below it can't wrap."""
 
@@ -82,6 +85,8 @@ class Geometry:
                 raise ValueError(f"{name}={value}: expected 1 or more")
         if self.num_layers > MAX_LAYERS:
             raise ValueError(f"num_layers={self.num_layers}: expected at most {MAX_LAYERS}")
+        if self.tp_size > MAX_RANKS:
+            raise ValueError(f"tp_size={self.tp_size}: expected at most {MAX_RANKS}")
         if self.num_parts not in (1, 2):
             raise ValueError(
                 f"num_parts={self.num_parts}: expected 2 (keys and values) or 1 (a latent)"
@@ -165,6 +170,26 @@ def shares(ours: Geometry, other_size: int) -> tuple[Share, ...]:
     return tuple(
         Share(rank, intersect(ours.heads, range(rank * each, (rank + 1) * each)))
         for rank in range(first, last + 1)
+    )
+
+
+def takers(ours: Geometry, other: Geometry) -> tuple[int, ...]:
+    """Return the ranks of the other side that have a share in what ours holds.
+
+    Args:
+        ours: Geometry of the rank that the heads come from.
+        other: Geometry of any rank of the group that receives them.
+
+    Raises:
+        ValueError: Our group's size does not fit the other's number of heads.
+    """
+    return tuple(
+        rank
+        for rank in range(other.tp_size)
+        if any(
+            share.rank == ours.tp_rank
+            for share in shares(replace(other, tp_rank=rank), ours.tp_size)
+        )
     )
 
 

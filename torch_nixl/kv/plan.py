@@ -141,12 +141,14 @@ def make_plan(
         heads = shared
     elif intersect(heads, shared) != heads:
         raise ValueError(f"heads {heads}: the two sides share {shared}")
+    _check_run(src, src_run, start, stop, "source")
+    _check_run(dst, dst_run, start, stop, "target")
+    _check_exclusive(dst_run)
     begins, counts = _chunks(src, dst, start, stop)
-    src_offsets = _locate(src, src_run, begins, "source") if len(begins) else begins
-    dst_offsets = _locate(dst, dst_run, begins, "target") if len(begins) else begins
-    src_offsets = src_offsets + (heads.start - src.geometry.heads.start) * src.head_stride
-    dst_offsets = dst_offsets + (heads.start - dst.geometry.heads.start) * dst.head_stride
-    _check_exclusive(dst, dst_run)
+    src_offsets = _locate(src, src_run, begins)
+    src_offsets += (heads.start - src.geometry.heads.start) * src.head_stride
+    dst_offsets = _locate(dst, dst_run, begins)
+    dst_offsets += (heads.start - dst.geometry.heads.start) * dst.head_stride
 
     # Parts and layers that lie inside of a page on both sides are part of the pattern.
     axes = [(len(heads), src.head_stride, dst.head_stride)]
@@ -192,26 +194,28 @@ def _chunks(src: Layout, dst: Layout, start: int, stop: int) -> tuple[_Numbers, 
     return begins, ends - begins
 
 
-def _locate(layout: Layout, run: Run, positions: _Numbers, what: str) -> _Numbers:
-    """Return offsets of tokens, relative to the first head of page 0 of their part."""
+def _check_run(layout: Layout, run: Run, start: int, stop: int, what: str) -> None:
+    """Check that pages exist and hold positions, before anything is made that long."""
     size = layout.geometry.page_size
     if run.first % size or run.first < 0:
         raise ValueError(f"{what} pages begin at position {run.first}: not a page's first")
-    index, slots = np.divmod(positions - run.first, size)
-    if index[0] < 0 or index[-1] >= len(run.pages):
-        last = run.first + len(run.pages) * size
+    last = run.first + len(run.pages) * size
+    if start < stop and not run.first <= start <= stop <= last:
         raise ValueError(
-            f"{what} pages hold positions {run.first} to {last}, "
-            f"not {positions[0]} to {positions[-1] + 1}"
+            f"{what} pages hold positions {run.first} to {last}, not {start} to {stop}"
         )
-    pages = run.pages[index[0] : index[-1] + 1]
-    layout.check_pages(pages, what)
+    layout.check_pages(run.pages, what)
+
+
+def _locate(layout: Layout, run: Run, positions: _Numbers) -> _Numbers:
+    """Return offsets of tokens, relative to the first head of page 0 of their part."""
+    index, slots = np.divmod(positions - run.first, layout.geometry.page_size)
     offsets = run.pages[index] * layout.page_stride
     offsets += slots * layout.token_stride
     return offsets
 
 
-def _check_exclusive(layout: Layout, run: Run) -> None:
+def _check_exclusive(run: Run) -> None:
     if len(run.pages) > 1:
         pages = np.sort(run.pages)
         if (pages[1:] == pages[:-1]).any():
