@@ -112,6 +112,13 @@ def test_lease_matters_only_before_the_grant() -> None:
     assert side.step(Event.EXPIRE) == () and side.released and side.outcome is Outcome.EXPIRED
 
 
+def test_cancel_whose_grant_got_lost_ends_the_request() -> None:
+    """Prefill granted, the connection broke, and it asks again what became of its pages."""
+    side = Side.take(Mode.PULL)
+    assert side.step(Event.WITHDRAW, Outcome.LOST) == (Action.DONE,)
+    assert (side.released, side.outcome) == (True, Outcome.LOST)
+
+
 def test_lost_connection_does_not_free_what_the_peer_may_write() -> None:
     side = Side.take(Mode.PUSH)
     side.step(Event.LOST)
@@ -197,6 +204,7 @@ class Handoffs(RuleBasedStateMachine):
         """Prefill's side of each request that was taken, by process and number."""
         self.processes = [Process(0), Process(1)]
         self.numbers = itertools.count(1)
+        self.sizes: dict[Lease, int] = {}
         self.all_leases: list[Lease] = []
         self.prefill_alive = True
 
@@ -245,15 +253,19 @@ class Handoffs(RuleBasedStateMachine):
     # The programs.
 
     @rule(
-        start=st.integers(0, NUM_PAGES - 4), count=st.integers(0, 4), lasts=st.sampled_from([1, 5])
+        start=st.integers(0, NUM_PAGES - 4),
+        count=st.integers(0, 4),
+        lasts=st.sampled_from([1, 5]),
+        size=st.integers(1, 2),
     )
-    def offer(self, start: int, count: int, lasts: int) -> None:
+    def offer(self, start: int, count: int, lasts: int, size: int) -> None:
         if not self.prefill_alive:
             return
         pages = np.arange(start, start + count)
         self.ledger.hold(pages, exclusive=False)
         lease = self.table.grant("request", 4 * count, self.now + lasts)
         self.offers[lease] = pages
+        self.sizes[lease] = size
         self.all_leases.append(lease)
 
     @precondition(lambda self: self.prefill_alive and self.all_leases)
@@ -278,6 +290,24 @@ class Handoffs(RuleBasedStateMachine):
         process.taken[number] = one
         event = Event.TAKE_PULL if mode is Mode.PULL else Event.TAKE_PUSH
         self.send(process, Message(event, number, lease), to_decode=False)
+
+    @precondition(lambda self: self.prefill_alive)
+    @rule(
+        index=st.integers(0, 1),
+        mode=st.sampled_from(Mode),
+        start=st.integers(0, NUM_PAGES - 4),
+        size=st.integers(1, 2),
+        heard=st.integers(0, 2),
+    )
+    def offer_and_take(self, index: int, mode: Mode, start: int, size: int, heard: int) -> None:
+        """The usual beginning, as far as `heard` says: the rest needs other rules' luck."""
+        self.offer(start, 2, 5, size)
+        self.take(index, 0, mode, start)
+        process = self.processes[index]
+        for _ in range(len(process.to_prefill) if heard > 0 else 0):
+            self.at_prefill(process, process.to_prefill.popleft())
+        for _ in range(len(process.to_decode) if heard > 1 and process.alive else 0):
+            self.at_decode(process, process.to_decode.popleft())
 
     @precondition(lambda self: self.prefill_alive and self.offers)
     @rule(which=st.integers(0, 1000), event=st.sampled_from([Event.LAYER, Event.CANCEL]))
@@ -384,14 +414,16 @@ class Handoffs(RuleBasedStateMachine):
             try:
                 lease = self.table.find(message.lease.name)
                 assert lease is message.lease
-                side = lease.find(process.index, 2, (0, 1))
+                # One rank takes all, or two take a share each.
+                ranks = range(self.sizes[lease])
+                rank = process.index % len(ranks)
+                side = lease.find(rank, len(ranks), ranks)
             except (LeaseExpired, LeaseConsumed, LeaseReused, TransferCancelled) as error:
                 why = protocol.outcome_of(error)
                 refused = Message(Event.REJECT, message.number, message.lease, why)
                 self.send(process, refused, to_decode=True)
                 return
-            assert lease.enter(process.index, 2, (0, 1)) is side or lease.group_size
-            side = lease.sides[process.index]
+            side = lease.enter(rank, len(ranks), ranks)
             one = Taken(side, process.index, message.number, lease, np.arange(0))
             self.ours[key] = one
             self.act(process, one, side.step(message.event), lease)
@@ -405,9 +437,9 @@ class Handoffs(RuleBasedStateMachine):
             return
         self.act(process, found, found.side.step(message.event, message.reason), message.lease)
 
-    @rule(index=st.integers(0, 1), chance=st.integers(0, 4), at_prefill=st.booleans())
+    @rule(index=st.integers(0, 1), chance=st.integers(0, 3), at_prefill=st.booleans())
     def connection_may_break(self, index: int, chance: int, at_prefill: bool) -> None:
-        if chance == 0:
+        if chance == 2:  # Hypothesis favours 0.
             self.connection_breaks(index)
             self.tell(self.processes[index], Event.LOST, at_prefill=at_prefill)
 
@@ -443,7 +475,7 @@ class Handoffs(RuleBasedStateMachine):
 
     @rule(chance=st.integers(0, 9))
     def decode_is_killed(self, chance: int) -> None:
-        if chance == 0:  # Always the same one: the other lives to the end.
+        if chance == 7:  # Always the same one: the other lives to the end.
             process = self.processes[1]
             process.alive = False
             process.broken = True
@@ -452,7 +484,7 @@ class Handoffs(RuleBasedStateMachine):
 
     @rule(chance=st.integers(0, 19))
     def prefill_is_killed(self, chance: int) -> None:
-        if chance == 0:
+        if chance == 13:
             self.prefill_alive = False
             for index in (0, 1):
                 self.connection_breaks(index)
@@ -537,5 +569,5 @@ class Handoffs(RuleBasedStateMachine):
                 assert process.ledger.num_held == 0
 
 
-Handoffs.TestCase.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+Handoffs.TestCase.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
 TestHandoffs = Handoffs.TestCase

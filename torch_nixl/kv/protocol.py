@@ -242,6 +242,8 @@ TABLE: Final[dict[Role, dict[Phase, _Rules]]] = {
             # It may have been granted meanwhile: DONE says that it is not going to be used.
             Event.CANCEL: (Phase.RELEASED, (Action.DONE,)),
             Event.TIMEOUT: (Phase.RELEASED, (Action.DONE,)),
+            # The GRANT before it got lost with the connection.
+            Event.WITHDRAW: (Phase.RELEASED, (Action.DONE,)),
             Event.LOST: (Phase.RELEASED, ()),
             Event.DEAD: (Phase.RELEASED, ()),
         },
