@@ -190,6 +190,63 @@ def rate(side: Side) -> None:
         )
 
 
+def weights() -> dict[str, torch.Tensor]:
+    """Tensors of the shapes of SmolLM2-135M's: 272, each with memory of its own, 269 MB."""
+    hidden, inner, keys = 576, 1536, 192
+    shapes = {"token_embd": (49152, hidden), "output_norm": (hidden,)}
+    for layer in range(30):
+        shapes |= {
+            f"blk.{layer}.attn_norm": (hidden,),
+            f"blk.{layer}.attn_q": (hidden, hidden),
+            f"blk.{layer}.attn_k": (keys, hidden),
+            f"blk.{layer}.attn_v": (keys, hidden),
+            f"blk.{layer}.attn_output": (hidden, hidden),
+            f"blk.{layer}.ffn_norm": (hidden,),
+            f"blk.{layer}.ffn_gate": (inner, hidden),
+            f"blk.{layer}.ffn_up": (inner, hidden),
+            f"blk.{layer}.ffn_down": (hidden, inner),
+        }
+    return {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
+
+
+def tree(side: Side) -> None:
+    """A model's weights as one tree, against one tensor of the same size; ping-pong, in place."""
+    communicator, other = torch_nixl.get_communicator(), 1 - side.rank
+    many = weights()
+    nbytes = sum(one.nbytes for one in many.values())
+    single = torch.zeros(nbytes, dtype=torch.uint8)
+
+    def measure(send: Callable[[], object], receive: Callable[[], object]) -> float:
+        return percentile(half_round_trips(side, send, receive, 3), 0.5)
+
+    figures = interleave(
+        {
+            "tree": lambda: measure(
+                lambda: communicator.send_tree(many, other),
+                lambda: communicator.recv_tree(other, out=many),
+            ),
+            "tensor": lambda: measure(
+                lambda: communicator.send(single, other),
+                lambda: communicator.recv(other, out=single),
+            ),
+        },
+        rounds=7,
+    )
+    if side.rank == 0:
+        ours, rival = median(figures["tree"]), median(figures["tensor"])
+        side.rows.append(
+            Row(
+                f"tree {len(many)}, {nbytes / 1e6:.0f} MB",
+                nbytes / ours / 1e9,
+                "GB/s",
+                0.9,
+                nbytes / rival / 1e9,
+                lower_is_better=False,
+                note="one tensor of that size",
+            )
+        )
+
+
 def overhead(side: Side) -> None:
     """Time inside Python for a message that waits for nobody: to this rank itself, and isend."""
     communicator = torch_nixl.get_communicator()
@@ -239,6 +296,7 @@ def body(side: Side) -> None:
     raw = Raw(side, buffer)
     with torch_nixl.init():
         latency(side, raw, buffer)
+        tree(side)
         rate(side)
         overhead(side)
         side.exchange(None)

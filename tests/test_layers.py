@@ -77,8 +77,11 @@ PURE = {
     "torch_nixl.kv.protocol": frozenset[str](),
     "torch_nixl.kv.ticket": frozenset({"pydantic"}),
     "torch_nixl.p2p.description": frozenset({"torch"}),
+    "torch_nixl.p2p.fitting": frozenset({"torch"}),
+    "torch_nixl.p2p.manifest": frozenset({"torch"}),
     "torch_nixl.p2p.matching": frozenset[str](),
-    "torch_nixl.p2p.protocol": frozenset({"numpy"}),
+    "torch_nixl.p2p.place": frozenset({"numpy"}),
+    "torch_nixl.p2p.protocol": frozenset[str](),
 }
 
 NIXL_PACKAGES = {"nixl", "nixl_cu12", "nixl_cu13", "nixl_rocm", "nixl_meta_utils"}

@@ -7,6 +7,7 @@ import random
 import resource
 import signal
 import time
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -56,6 +57,119 @@ def all_to_all(rank: Rank) -> str:
         total = sum(int(communicator.recv().sum()) for _ in range(_ping(communicator)))
         assert total == sum(range(rank.world_size))
     return ",".join(sorted(routes))
+
+
+def trees(rank: Rank) -> str:
+    """Every rank sends trees to every rank, itself included, in place and not; and objects."""
+    world, me = rank.world_size, rank.rank
+    with make(rank) as communicator:
+        routes = set()
+        for count in (3, 30_000, LARGE):
+            outs = [_tree(source, world, count) for source in range(world)]
+            receives = [
+                communicator.irecv_tree(source, out=outs[source], tag=count)
+                if source % 2
+                else communicator.irecv_tree(source, tag=count)
+                for source in range(world)
+            ]
+            sends = [
+                communicator.isend_tree(_tree(me, target, count), target, tag=count)
+                for target in reversed(range(world))
+            ]
+            for source, work in enumerate(receives):
+                received = work.result()
+                assert (received is outs[source]) is bool(source % 2)
+                _check_tree(received, _tree(source, me, count))
+                assert work.source_rank() == source
+                routes.add(work.statistics().route)
+            for send in sends:
+                send.wait()
+        for size in (3, 300_000):
+            following = (me + 1) % world
+            sent = communicator.isend_object({me, size, "x" * size}, following)
+            assert communicator.recv_object((me - 1) % world) == {
+                (me - 1) % world,
+                size,
+                "x" * size,
+            }
+            sent.wait()
+    return ",".join(sorted(routes))
+
+
+def _tree(source: int, target: int, count: int) -> dict[str, Any]:
+    first = pattern(source, target, count)
+    return {
+        "first": first,
+        "layers": [{"weight": first[: count // 3] + index, "step": index} for index in range(20)],
+        "tied": first,
+        "strided": pattern(source, target, 3 * count)[::3],
+        "names": (None, "rank", source, True, 0.5, first[:2].to(torch.bfloat16)),
+    }
+
+
+def _check_tree(received: Any, expected: Any) -> None:
+    if isinstance(expected, torch.Tensor):
+        assert torch.equal(received, expected)
+    elif isinstance(expected, dict):
+        assert received.keys() == expected.keys()
+        for key, value in expected.items():
+            _check_tree(received[key], value)
+    elif isinstance(expected, (list, tuple)):
+        assert type(received) is type(expected)
+        for one, other in zip(received, expected, strict=True):
+            _check_tree(one, other)
+    else:
+        assert received == expected
+
+
+def ring_of_trees(rank: Rank) -> str:
+    """Large trees with both sides waiting, round a ring, in place; then a mismatch."""
+    following, previous = (rank.rank + 1) % rank.world_size, (rank.rank - 1) % rank.world_size
+    with make(rank) as communicator:
+        routes = set()
+        out = {str(index): torch.zeros(LARGE + index) for index in range(12)}
+        for turn in range(4):
+            sent = {key: torch.full_like(value, turn + rank.rank) for key, value in out.items()}
+            receive = communicator.irecv_tree(previous, out=out)
+            if rank.rank % 2:
+                receive.wait()
+            communicator.send_tree(sent, following)
+            receive.wait()
+            assert all(bool((value == turn + previous).all()) for value in out.values())
+            routes.add(receive.statistics().route)
+        send = communicator.isend_tree({"0": torch.zeros(HUGE)}, following)
+        for operation in (lambda: communicator.recv_tree(previous, out=out), send.wait):
+            try:
+                operation()
+            except torch_nixl.MismatchError:
+                continue
+            else:
+                raise AssertionError("not refused")
+        assert all(bool((value == turn + previous).all()) for value in out.values())
+    return ",".join(sorted(routes))
+
+
+def tree_to_the_killed(rank: Rank) -> str:
+    """Rank 1 dies while rank 0 sends it a tree, and receives one from it."""
+    communicator = make(rank)
+    if rank.rank == 1:
+        communicator.send_tree([1], 0)
+        communicator.recv_tree(0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    communicator.recv_tree(1)
+    out = {"a": torch.zeros(HUGE), "b": torch.zeros(HUGE)}
+    works = [communicator.irecv_tree(1, out=out), communicator.isend_tree(out, 1, tag=7)]
+    communicator.send_tree([1], 1)
+    lost = 0
+    for work in works:
+        try:
+            work.wait()
+        except torch_nixl.PeerLostError:
+            lost += 1
+    assert lost == 2
+    assert all(work.wait_released(5) for work in works)
+    communicator.close()
+    return "noticed"
 
 
 def _ping(communicator: Communicator) -> int:

@@ -22,6 +22,29 @@ def test_both_ends_move_halves_round_a_ring(rank_pool: RankPool, size: int) -> N
         assert set(routes.split(",")) <= {"split", "read"}
 
 
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_every_rank_sends_trees_to_every_rank(rank_pool: RankPool, size: int) -> None:
+    for routes in rank_pool.run(programs.trees, world_size=size, timeout=60):
+        assert routes == "eager,local,read"
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_both_ends_move_halves_of_trees(rank_pool: RankPool, size: int) -> None:
+    for routes in rank_pool.run(programs.ring_of_trees, world_size=size, timeout=60):
+        assert set(routes.split(",")) <= {"split", "read"}
+
+
+def test_over_tcp_the_sender_writes_trees() -> None:
+    for routes in run_ranks(programs.trees, 2, env=TCP, timeout=60):
+        assert routes == "eager,local,write"
+
+
+def test_death_in_mid_tree_is_noticed(rank_pool: RankPool) -> None:
+    with pytest.raises(RanksFailed) as caught:
+        rank_pool.run(programs.tree_to_the_killed, world_size=2, timeout=60)
+    assert list(caught.value.failures) == [1], caught.value
+
+
 def test_over_tcp_the_sender_writes() -> None:
     for routes in run_ranks(programs.all_to_all, 2, env=TCP, timeout=60):
         assert routes == "eager,local,write"

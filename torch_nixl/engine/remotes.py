@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 MAX_KNOWN_REGIONS = 1 << 16
 """Regions of one remote after which it is forgotten and learned anew once nothing is under way."""
 
+MAX_LEARNED = 4096
+"""Blobs that are remembered as known, so that their regions aren't looked up one by one."""
+
 
 class Contact(enum.Enum):
     """How far the two sides have come."""
@@ -49,6 +52,7 @@ class Remote:
 
     __slots__ = (
         "_known",
+        "_learned",
         "closed",
         "connection_blob",
         "contact",
@@ -89,10 +93,19 @@ class Remote:
         self.sending = threading.Lock()
         self.num_known = 0
         self._known: dict[tuple[MemoryKind, int], list[tuple[int, int]]] = {}
+        # By identity: a tree brings the same few hundred with each message.
+        self._learned: dict[int, BlobInfo] = {}
 
     def knows(self, info: BlobInfo) -> bool:
         """Whether all regions of a blob have been learned."""
-        return all(region in self._known.get(key, ()) for key, region in _regions(info))
+        if self._learned.get(id(info)) is info:
+            return True
+        known = all(region in self._known.get(key, ()) for key, region in _regions(info))
+        if known:
+            if len(self._learned) >= MAX_LEARNED:
+                self._learned.clear()
+            self._learned[id(info)] = info
+        return known
 
     def has_room(self, info: BlobInfo) -> bool:
         """Whether a blob's regions can be learned beside the known ones.
@@ -126,6 +139,7 @@ class Remote:
     def forget_regions(self) -> None:
         """Note that the library has forgotten this remote."""
         self._known.clear()
+        self._learned.clear()
         self.num_known = 0
 
     def hear(self, now: float) -> None:

@@ -22,7 +22,15 @@ from torch_nixl.p2p.exchange import Exchange
 from torch_nixl.p2p.hub import hub_of, leave_connection, share_connection
 from torch_nixl.p2p.receiving import ReceiveOperation
 from torch_nixl.p2p.sending import SendOperation
-from torch_nixl.p2p.tensors import check_target, host_address, make_source, sendable, settle
+from torch_nixl.p2p.tensors import (
+    TensorLanding,
+    check_target,
+    host_address,
+    make_source,
+    sendable,
+    settle,
+)
+from torch_nixl.p2p.trees import TreeMethods
 from torch_nixl.p2p.values import (
     CommunicatorStatistics,
     Envelope,
@@ -40,8 +48,8 @@ CLOSE_SECONDS = 5.0
 """How long `close` waits for what was sent to be received."""
 
 
-class Communicator:
-    """Sends and receives tensors between ranks.
+class Communicator(TreeMethods):
+    """Sends and receives tensors, trees of them and objects between ranks.
 
     Messages between two ranks with one tag arrive in the order they were sent. A rank is met when
     something is first sent to it or received from it; until it has made its own Communicator, that
@@ -142,14 +150,13 @@ class Communicator:
         if not address:
             tensor = sendable(tensor)
         description = describe(tensor)
-        if not 0 <= tag <= protocol.MAX_TAG:
-            raise ValueError(f"tag={tag}: expected 0 to 2^63 - 1")
+        protocol.check_tag(tag)
         exchange = self._exchange
         deadline = self._deadline(timeout)
         peer = exchange.peers.get(dst)
         if peer is None:
             if dst == self.rank:
-                exchange.inbox.post_local(tag, description, tensor.detach().clone())
+                exchange.inbox.post_local(tag, description, [tensor.detach().clone()])
                 return 0
             peer = self._meet(dst, "dst", deadline)
         if description.nbytes <= protocol.EAGER_NBYTES:
@@ -157,15 +164,8 @@ class Communicator:
         memory, packed = make_source(tensor)
         settle(tensor)
         held = self._connection.register(memory)
-        operation = SendOperation(exchange, peer, tag, description, tensor, held, deadline)
-        operation.packed = packed
-        operation.waiting = waiting
-        try:
-            exchange.outbox.submit(operation)
-        except BaseException:
-            self._connection.registry.release(held)
-            raise
-        return operation
+        operation = SendOperation(exchange, peer, tag, description, None, (held,), deadline)
+        return self._submit(operation, packed=packed, waiting=waiting)
 
     # Receiving.
 
@@ -201,8 +201,7 @@ class Communicator:
         """
         operation = self._receive(src, out, tag, device, timeout, spin=True)
         operation.wait()
-        result = operation.result
-        assert result is not None
+        result: torch.Tensor = operation.result
         return result
 
     def irecv(
@@ -229,8 +228,7 @@ class Communicator:
         *,
         spin: bool,
     ) -> ReceiveOperation:
-        if not 0 <= tag <= protocol.MAX_TAG:
-            raise ValueError(f"tag={tag}: expected 0 to 2^63 - 1")
+        protocol.check_tag(tag)
         address = 0
         if out is not None:
             if device is not None:
@@ -245,7 +243,8 @@ class Communicator:
         where = None if device is None else torch.device(device)
         if where is not None and where.type not in DEVICES:
             raise ValueError(f"device={device}: expected one of {', '.join(DEVICES)}")
-        operation = ReceiveOperation(exchange, src, tag, out, address, where, deadline)
+        landing = TensorLanding(out, address, where)
+        operation = ReceiveOperation(exchange, src, tag, landing, deadline)
         exchange.inbox.post(operation, spin=spin)
         return operation
 

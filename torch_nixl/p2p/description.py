@@ -2,13 +2,15 @@
 
 At the front of every message: dtype u8, device u8, ndim u8, zero u8, then each dimension as u64.
 Programs send the same few descriptions again and again, so both directions remember them.
+What isn't one tensor (a tree, a pickled object) has a number in place of the dtype that is none.
 """
 
 from __future__ import annotations
 
+import enum
 import math
 import struct
-from typing import Final
+from typing import Final, TypeAlias
 
 import torch
 
@@ -21,6 +23,7 @@ MAX_REMEMBERED: Final = 4096
 """Descriptions that are remembered, in each direction."""
 
 _HEAD: Final = struct.Struct("<BBBB")
+_BUNDLE: Final = struct.Struct("<BBBBIQQ")
 _SHAPES: Final = tuple(struct.Struct(f"<{ndim}Q") for ndim in range(MAX_NDIM + 1))
 
 # The place in this list is the number on the wire: new ones go to the end.
@@ -95,6 +98,43 @@ class Description:
         return f"<Description {self} on {self.device}>"
 
 
+class Form(enum.IntEnum):
+    """What a message is that isn't a tensor. The number is its first byte."""
+
+    OBJECT = 254
+    TREE = 255
+
+
+class Bundle:
+    """A message that isn't one tensor, apart from its bytes. A value.
+
+    Attributes:
+        form: What it is.
+        manifest: A tree's structure, not looked into yet; empty for an object.
+        limit: Tensors of fewer bytes travel side by side in one piece, those of more on their own.
+        nbytes: Bytes of it all.
+        packed: How it travels.
+        device: Where what is in one piece lands.
+    """
+
+    __slots__ = ("device", "form", "limit", "manifest", "nbytes", "packed")
+
+    def __init__(self, form: Form, manifest: bytes, limit: int, nbytes: int) -> None:
+        self.form = form
+        self.manifest = manifest
+        self.limit = limit
+        self.nbytes = nbytes
+        self.packed = _BUNDLE.pack(form, 0, 0, 0, len(manifest), limit, nbytes) + manifest
+        self.device = "cpu"
+
+    def __str__(self) -> str:
+        what = "a tree" if self.form is Form.TREE else "an object"
+        return f"{what} of {self.nbytes} bytes"
+
+
+Content: TypeAlias = "Description | Bundle"
+"""What a message is: one tensor, or something else."""
+
 _described: dict[tuple[torch.dtype, tuple[int, ...], str], Description] = {}
 _parsed: dict[bytes, Description] = {}
 
@@ -128,8 +168,19 @@ def _describe(key: tuple[torch.dtype, tuple[int, ...], str], name: str) -> Descr
     return description
 
 
-def parse(body: bytes, at: int) -> Description:
+def parse(body: bytes, at: int) -> Content:
     """Read the description that begins at byte `at` of a frame's body.
+
+    Raises:
+        MetadataError: It is cut, or describes nothing that can exist.
+    """
+    if len(body) > at and body[at] >= Form.OBJECT:
+        return _parse_bundle(body, at)
+    return parse_tensor(body, at)
+
+
+def parse_tensor(body: bytes, at: int) -> Description:
+    """Read the description of a tensor.
 
     Raises:
         MetadataError: It is cut, or describes nothing that can exist.
@@ -140,6 +191,18 @@ def parse(body: bytes, at: int) -> Description:
     packed = body[at : at + 4 + 8 * ndim]
     known = _parsed.get(packed)
     return known if known is not None else _parse(packed, ndim)
+
+
+def _parse_bundle(body: bytes, at: int) -> Bundle:
+    if len(body) < at + _BUNDLE.size:
+        raise MetadataError("description is cut")
+    form, *zeros, manifest_nbytes, limit, nbytes = _BUNDLE.unpack_from(body, at)
+    at += _BUNDLE.size
+    if form == Form.OBJECT and (manifest_nbytes or limit):
+        raise MetadataError("description of an object has more than its size")
+    if any(zeros) or manifest_nbytes > len(body) - at or nbytes >= 1 << 63:
+        raise MetadataError("description of a tree or an object is cut, or makes no sense")
+    return Bundle(Form(form), body[at : at + manifest_nbytes], limit, nbytes)
 
 
 def _parse(packed: bytes, ndim: int) -> Description:

@@ -7,15 +7,16 @@ import os
 import threading
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 
 from torch_nixl.engine.connection import DEFAULT_TIMEOUT
 from torch_nixl.p2p.communicator import Communicator
+from torch_nixl.p2p.fitting import NOTHING
 from torch_nixl.p2p.values import SendOrReceive
-from torch_nixl.p2p.work import Work
+from torch_nixl.p2p.work import TreeWork, Work
 
 if TYPE_CHECKING:
     Group: TypeAlias = "dist.ProcessGroup | Communicator | None"
@@ -177,6 +178,115 @@ def irecv_tensor(
     """Begin to receive a tensor. See `Communicator.irecv`."""
     source = None if src is None else _rank_in(group, src)
     return _find(group).irecv(source, out=out, tag=tag, device=device, timeout=timeout)
+
+
+def send_tree(
+    tree: object,
+    dst: int,
+    *,
+    tag: int = 0,
+    group: Group = None,
+    timeout: float | None = None,
+) -> None:
+    """Send a tree of tensors and scalars as one message. See `Communicator.send_tree`."""
+    _find(group).send_tree(tree, _rank_in(group, dst), tag=tag, timeout=timeout)
+
+
+def recv_tree(
+    src: int | None = None,
+    *,
+    out: Any = NOTHING,
+    like: Any = NOTHING,
+    tag: int = 0,
+    device: torch.device | str | None = None,
+    group: Group = None,
+    timeout: float | None = None,
+) -> Any:
+    """Receive a tree, whatever it is made of. See `Communicator.recv_tree`."""
+    source = None if src is None else _rank_in(group, src)
+    return _find(group).recv_tree(
+        source, out=out, like=like, tag=tag, device=device, timeout=timeout
+    )
+
+
+def isend_tree(
+    tree: object,
+    dst: int,
+    *,
+    tag: int = 0,
+    group: Group = None,
+    timeout: float | None = None,
+) -> Work:
+    """Begin to send a tree. See `Communicator.isend_tree`."""
+    return _find(group).isend_tree(tree, _rank_in(group, dst), tag=tag, timeout=timeout)
+
+
+def irecv_tree(
+    src: int | None = None,
+    *,
+    out: Any = NOTHING,
+    like: Any = NOTHING,
+    tag: int = 0,
+    device: torch.device | str | None = None,
+    group: Group = None,
+    timeout: float | None = None,
+) -> TreeWork:
+    """Begin to receive a tree. See `Communicator.irecv_tree`."""
+    source = None if src is None else _rank_in(group, src)
+    return _find(group).irecv_tree(
+        source, out=out, like=like, tag=tag, device=device, timeout=timeout
+    )
+
+
+def send_object(
+    value: object,
+    dst: int,
+    *,
+    tag: int = 0,
+    group: Group = None,
+    timeout: float | None = None,
+) -> None:
+    """Pickle a Python object and send it. See `Communicator.send_object`."""
+    _find(group).send_object(value, _rank_in(group, dst), tag=tag, timeout=timeout)
+
+
+def recv_object(
+    src: int | None = None,
+    *,
+    tag: int = 0,
+    group: Group = None,
+    timeout: float | None = None,
+) -> Any:
+    """Receive a Python object and unpickle it, which runs what its sender wrote.
+
+    Only from ranks that are trusted like this process itself: see `Communicator.recv_object`.
+    """
+    source = None if src is None else _rank_in(group, src)
+    return _find(group).recv_object(source, tag=tag, timeout=timeout)
+
+
+def isend_object(
+    value: object,
+    dst: int,
+    *,
+    tag: int = 0,
+    group: Group = None,
+    timeout: float | None = None,
+) -> Work:
+    """Begin to send a pickled object. See `Communicator.isend_object`."""
+    return _find(group).isend_object(value, _rank_in(group, dst), tag=tag, timeout=timeout)
+
+
+def irecv_object(
+    src: int | None = None,
+    *,
+    tag: int = 0,
+    group: Group = None,
+    timeout: float | None = None,
+) -> TreeWork:
+    """Begin to receive an object; `result()` unpickles it. See `Communicator.recv_object`."""
+    source = None if src is None else _rank_in(group, src)
+    return _find(group).irecv_object(source, tag=tag, timeout=timeout)
 
 
 def batch_isend_irecv(operations: Iterable[SendOrReceive]) -> list[Work]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -9,9 +10,10 @@ import torch
 from torch_nixl.engine import observers
 from torch_nixl.errors import ClosedError, MetadataError, PeerLostError, TransferTimeout
 from torch_nixl.p2p import protocol
-from torch_nixl.p2p.description import Description, parse
+from torch_nixl.p2p.description import Bundle, Content, parse
 from torch_nixl.p2p.matching import Matcher
 from torch_nixl.p2p.message import Message
+from torch_nixl.p2p.place import parse_place
 from torch_nixl.p2p.protocol import HEAD, Outcome
 from torch_nixl.p2p.receiving import ReceiveOperation
 from torch_nixl.p2p.sending import outcome_of
@@ -166,7 +168,7 @@ class Inbox:
         peer: Peer | None,
         source: int,
         number: int,
-        description: Description,
+        description: Content,
         body: bytes,
     ) -> None:
         self.num_received += 1
@@ -206,7 +208,7 @@ class Inbox:
         nbytes = description.nbytes
         if len(body) - at != nbytes:
             raise MetadataError(f"{len(body) - at} bytes came for {description}")
-        cost = len(body) if flags & protocol.CREDITED else 0
+        cost = protocol.eager_cost(len(body)) if flags & protocol.CREDITED else 0
         due = None
         with self._lock:
             receive = self._match(peer.rank, tag)
@@ -230,10 +232,12 @@ class Inbox:
         _, flags, tag, number = HEAD.unpack_from(body)
         description = parse(body, HEAD.size)
         at = HEAD.size + len(description.packed)
-        place = protocol.parse_place(body, at)
+        place = parse_place(body, at)
         # Remembered at once: later frames may name the region without its metadata.
-        peer.region(self._exchange, place)
-        cost = protocol.offer_cost(len(place.spans)) if flags & protocol.CREDITED else 0
+        peer.regions(self._exchange, place)
+        cost = 0
+        if flags & protocol.CREDITED:
+            cost = protocol.offer_cost(len(place.spans), len(description.packed))
         waits = bool(flags & protocol.WAITING)
         message = Message(peer, peer.rank, tag, number, cost, description, None, place, waits)
         due = None
@@ -316,10 +320,10 @@ class Inbox:
                 for peer in self._peers.values():
                     self._exchange.look_after(peer)
 
-    def post_local(self, tag: int, description: Description, tensor: torch.Tensor) -> None:
-        """Send to this rank itself. The tensor belongs to the message from now on."""
+    def post_local(self, tag: int, description: Content, data: Sequence[torch.Tensor]) -> None:
+        """Send to this rank itself. The tensors belong to the message from now on."""
         rank = self._rank
-        message = Message(None, rank, tag, 0, 0, description, tensor, None, False)
+        message = Message(None, rank, tag, 0, 0, description, tuple(data), None, False)
         with self._lock:
             if self._exchange.closed is not None:
                 raise ClosedError(str(self._exchange.closed))
@@ -357,6 +361,9 @@ class Inbox:
         if message is None:
             return None
         what = message.description
+        if isinstance(what, Bundle):
+            shape, form = (what.nbytes,), what.form.name.lower()
+            return Envelope(message.source, tag, shape, torch.uint8, what.nbytes, form)
         return Envelope(message.source, tag, what.shape, what.dtype, what.nbytes)
 
     def probe(self, source: int | None, tag: int, deadline: float | None) -> Envelope:

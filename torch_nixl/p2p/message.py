@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from torch_nixl.p2p.description import Description
+from torch_nixl.p2p.description import Content
 
 if TYPE_CHECKING:
     from torch_nixl.p2p.peer import Peer
-    from torch_nixl.p2p.protocol import Place
+    from torch_nixl.p2p.place import Place
 
 
 class Message:
@@ -23,7 +23,7 @@ class Message:
         number: The sender's number for it.
         cost: Credit to give back once it is received; 0 for none.
         description: What it is.
-        data: The frame's body, if its bytes came in it; the tensor, if it is this rank's own.
+        data: The frame's body, if its bytes came in it; the tensors, if it is this rank's own.
         place: Where they are to be had, if not.
         sender_waits: Whether a thread of the sender waits for it to be received.
     """
@@ -47,8 +47,8 @@ class Message:
         tag: int,
         number: int,
         cost: int,
-        description: Description,
-        data: bytes | torch.Tensor | None,
+        description: Content,
+        data: bytes | tuple[torch.Tensor, ...] | None,
         place: Place | None,
         sender_waits: bool,
     ) -> None:

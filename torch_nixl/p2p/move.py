@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
+from torch_nixl.engine import spans as algebra
 from torch_nixl.engine.adapter import Direction
 from torch_nixl.engine.blob import BlobInfo
+from torch_nixl.engine.memory import Memory
 from torch_nixl.engine.offer import OfferedMemory
 from torch_nixl.engine.registry import RegisteredMemory
 from torch_nixl.engine.transfer import TransferOperation
 from torch_nixl.errors import TorchNixlError
+from torch_nixl.p2p.place import Stretch, align
 
 if TYPE_CHECKING:
     from torch_nixl.engine.connection import Connection
     from torch_nixl.engine.remotes import Remote
-    from torch_nixl.p2p.protocol import Place
+
+Regions: TypeAlias = Sequence[tuple[bytes, BlobInfo]]
+"""Regions of a remote: metadata, and what it says."""
 
 
 class Owner(Protocol):
@@ -34,22 +39,39 @@ class MoveOperation(TransferOperation):
     It belongs to a send or a receive, which is what programs wait for.
     """
 
-    __slots__ = ("_blob", "_info", "_owner", "_told")
+    __slots__ = ("_blobs", "_infos", "_owner", "_told")
 
     def __init__(
         self,
         connection: Connection,
         remote: Remote,
         direction: Direction,
-        local: RegisteredMemory,
-        place: Place,
-        region: tuple[bytes, BlobInfo],
+        local: Sequence[Stretch],
+        place: Sequence[Stretch],
+        regions: Regions,
         owner: Owner,
     ) -> None:
+        """Prepare to move.
+
+        Args:
+            connection: Whose memory `local` is.
+            remote: Whose memory `place` is.
+            direction: READ from there, or WRITE to there.
+            local: The owner's registered memory, which it holds for as long as it has moves.
+            place: As many bytes of the remote's.
+            regions: What those lie in.
+            owner: A send or a receive.
+        """
         self._owner = owner
-        theirs = [OfferedMemory(place.kind, place.spans, place.nbytes)]
-        super().__init__(connection, remote, direction, [local], theirs)
-        self._blob, self._info = region
+        ours, theirs = [], []
+        for (kind, spans), (remote_kind, remote_spans) in align(local, place):
+            nbytes = algebra.total(remote_spans[:, :2])
+            memory = Memory(kind, 0, algebra.EMPTY, nbytes, 0, 0, None, None, True)
+            ours.append(RegisteredMemory(memory, 0, spans, None))
+            theirs.append(OfferedMemory(remote_kind, remote_spans, nbytes))
+        super().__init__(connection, remote, direction, ours, theirs)
+        self._blobs = [blob for blob, _ in regions]
+        self._infos = [info for _, info in regions]
         self._told = False
 
     # Whoever waits for the owner moves this, too.
@@ -84,8 +106,7 @@ class MoveOperation(TransferOperation):
         if not self._told and not self._done:
             assert self.remote is not None
             try:
-                blobs: Sequence[bytes] = (self._blob,)
-                if not self._connection.contacts.learn(self.remote, blobs, (self._info,)):
+                if not self._connection.contacts.learn(self.remote, self._blobs, self._infos):
                     return False
             except TorchNixlError as error:
                 self._break(error)

@@ -10,7 +10,7 @@ import torch
 
 from torch_nixl.engine import observers
 from torch_nixl.p2p import protocol
-from torch_nixl.p2p.description import Description
+from torch_nixl.p2p.description import Content
 from torch_nixl.p2p.protocol import HEAD, Outcome
 from torch_nixl.p2p.sending import SendOperation, error_of
 from torch_nixl.p2p.tensors import join
@@ -60,7 +60,7 @@ class Outbox:
         self,
         peer: Peer,
         tag: int,
-        description: Description,
+        description: Content,
         tensor: torch.Tensor,
         address: int,
         deadline: float | None,
@@ -78,7 +78,7 @@ class Outbox:
         Returns:
             The message's number if it has gone, else the operation that holds the tensor.
         """
-        cost = HEAD.size + len(description.packed) + description.nbytes
+        cost = protocol.eager_cost(HEAD.size + len(description.packed) + description.nbytes)
         with self._lock:
             self._exchange.check(peer)
             credited = self._may_send(peer, tag, cost)
@@ -86,9 +86,7 @@ class Outbox:
                 number = next(self._numbers)
                 self._send_eager(peer, tag, number, credited, description, tensor, address)
                 return number
-            operation = SendOperation(
-                self._exchange, peer, tag, description, tensor, None, deadline
-            )
+            operation = SendOperation(self._exchange, peer, tag, description, tensor, (), deadline)
             self._queue(operation, cost)
         self._connection.progress.kick()
         return operation
@@ -96,7 +94,9 @@ class Outbox:
     def submit(self, operation: SendOperation) -> None:
         """Offer a large message, or queue it if there is no credit."""
         peer = operation.peer
-        cost = protocol.offer_cost(len(operation.memories[0].spans))
+        assert operation.layout is not None
+        num_spans = len(operation.layout.spans)
+        cost = protocol.offer_cost(num_spans, len(operation.description.packed))
         with self._lock:
             self._exchange.check(peer)
             credited = self._may_send(peer, operation.tag, cost)
@@ -146,8 +146,7 @@ class Outbox:
     def _transmit(self, operation: SendOperation, flags: int) -> None:
         """Send an operation's frame."""
         peer = operation.peer
-        if not operation.memories:
-            assert operation.tensor is not None
+        if operation.tensor is not None:
             self._send_eager(
                 peer,
                 operation.tag,
@@ -169,7 +168,7 @@ class Outbox:
         tag: int,
         number: int,
         flags: int,
-        description: Description,
+        description: Content,
         tensor: torch.Tensor,
         address: int = 0,
     ) -> None:
@@ -221,7 +220,7 @@ class Outbox:
         """A receiver asks for bytes to be written."""
         send, receive, start, place = protocol.parse_push(body)
         # Remembered whatever is answered: later frames may name the region without its metadata.
-        peer.region(self._exchange, place)
+        peer.regions(self._exchange, place)
         operation = self.sends.get(send)
         if operation is not None and operation.peer is peer:
             operation.on_push(receive, start, place)

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Final
 
 from torch_nixl.engine.blob import BlobInfo
 from torch_nixl.engine.operation import Operation
-from torch_nixl.engine.registry import RegisteredMemory
 from torch_nixl.errors import MetadataError, PeerLostError
-from torch_nixl.p2p.protocol import CREDIT_FRAMES, Allowance, Debt, Place, credit_nbytes, pack_place
+from torch_nixl.p2p.layout import Layout
+from torch_nixl.p2p.move import Regions
+from torch_nixl.p2p.place import Place, PlacedRegion, pack_place
+from torch_nixl.p2p.protocol import CREDIT_FRAMES, Allowance, Debt, credit_nbytes
 
 if TYPE_CHECKING:
     from torch_nixl.engine.remotes import Remote
@@ -88,36 +90,45 @@ class Peer:
         self._regions: OrderedDict[int, tuple[bytes, BlobInfo]] = OrderedDict()
         self._next_region = 1
 
-    def place(self, held: RegisteredMemory) -> bytes:
-        """Pack where memory of ours lies, with its region's metadata if it has to be told."""
-        blob = held.blob
+    def place(self, layout: Layout) -> bytes:
+        """Pack where memory of ours lies, with its regions' metadata if they have to be told."""
+        regions = [
+            PlacedRegion(held.memory.kind, *self._tell(held.blob, num_spans))
+            for held, num_spans in layout.regions
+        ]
+        return pack_place(regions, layout.spans)
+
+    def _tell(self, blob: bytes, num_spans: int) -> tuple[int, int, bytes]:
         region = self._told.get(blob)
         if region is not None:
-            return pack_place(held.memory.kind, region, held.spans, b"")
+            return region, num_spans, b""
         region = self._next_region
         self._next_region += 1
         self._told[blob] = region
         if len(self._told) > MAX_TOLD:
             self._told.popitem(last=False)
-        return pack_place(held.memory.kind, region, held.spans, blob)
+        return region, num_spans, blob
 
-    def region(self, exchange: Exchange, place: Place) -> tuple[bytes, BlobInfo]:
-        """Find or remember the region that a place of its memory lies in.
+    def regions(self, exchange: Exchange, place: Place) -> Regions:
+        """Find or remember the regions that a place of its memory lies in.
 
         Raises:
-            MetadataError: It was never told, or its metadata is not acceptable.
+            MetadataError: One was never told, or its metadata is not acceptable.
         """
-        if place.blob:
-            info = exchange.connection.adapter.inspect(place.blob)
-            if info.agent != self.remote.name:
-                raise MetadataError(f"metadata of {info.agent} from {self.remote.name}")
-            self._regions[place.region] = (place.blob, info)
-            if len(self._regions) > MAX_REGIONS:
-                self._regions.popitem(last=False)
-        known = self._regions.get(place.region)
-        if known is None:
-            raise MetadataError(f"{self.remote.name} names region {place.region}, never told")
-        return known
+        found = []
+        for _, number, _, blob in place.regions:
+            if blob:
+                info = exchange.connection.adapter.inspect(blob)
+                if info.agent != self.remote.name:
+                    raise MetadataError(f"metadata of {info.agent} from {self.remote.name}")
+                self._regions[number] = (blob, info)
+                if len(self._regions) > MAX_REGIONS:
+                    self._regions.popitem(last=False)
+            known = self._regions.get(number)
+            if known is None:
+                raise MetadataError(f"{self.remote.name} names region {number}, never told")
+            found.append(known)
+        return found
 
     def forget_told(self) -> None:
         """Tell every region anew: a frame that told one may not have been sent."""

@@ -22,14 +22,10 @@ from __future__ import annotations
 
 import enum
 import struct
-from dataclasses import dataclass, field
 from typing import Final
 
-import numpy as np
-
-from torch_nixl.engine import spans as algebra
-from torch_nixl.engine.adapter import MemoryKind, Spans
 from torch_nixl.errors import MetadataError
+from torch_nixl.p2p.place import MAX_SPANS, Place, parse_place
 
 INTRO: Final = 32
 EAGER: Final = 33
@@ -54,10 +50,6 @@ SPLIT_NBYTES: Final = 1 << 20
 PACK_SPAN_NBYTES: Final = 16 << 10
 """Mean size of a span below which scattered memory is packed before it moves."""
 
-MAX_SPANS: Final = 1024
-"""Most spans that a frame names: 24 KiB. What has more is packed, however long they are."""
-
-MAX_BLOB: Final = 16 << 10
 MAX_TAG: Final = (1 << 63) - 1
 MAX_TEXT: Final = 1024
 
@@ -69,6 +61,10 @@ CREDIT_NBYTES: Final = 1 << 20
 
 BUDGET_NBYTES: Final = 64 << 20
 """Bytes that all senders together may have waiting at a receiver of one Communicator."""
+
+MAX_COST: Final = 2 * EAGER_NBYTES
+"""Most credit that a message takes: half of what everyone has. A tree with a long manifest keeps
+more in memory than that: a frame at most."""
 
 CREDITED: Final = 1
 WAITING: Final = 2
@@ -83,14 +79,26 @@ _PUSH: Final = struct.Struct("<IQQQ")
 _CREDIT: Final = struct.Struct("<IIQ")
 _WANT: Final = struct.Struct("<Iq")
 _NUMBER: Final = struct.Struct("<IQ")
-_PLACE: Final = struct.Struct("<IIII")
-_SPAN: Final = struct.Struct("<QQQ")
-_MEMORY_KINDS: Final = (MemoryKind.DRAM, MemoryKind.VRAM)
 
 
-def offer_cost(num_spans: int) -> int:
+def eager_cost(body_nbytes: int) -> int:
+    """Credit that a message in its frame takes, by the size of the frame's body."""
+    return min(body_nbytes, MAX_COST)
+
+
+def offer_cost(num_spans: int, description_nbytes: int) -> int:
     """Credit that an offer takes: about what it keeps in memory where it waits."""
-    return 512 + 24 * num_spans
+    return min(512 + 24 * num_spans + description_nbytes, MAX_COST)
+
+
+def check_tag(tag: int) -> None:
+    """Refuse what can't be a tag.
+
+    Raises:
+        ValueError: It is negative or too large.
+    """
+    if not 0 <= tag <= MAX_TAG:
+        raise ValueError(f"tag={tag}: expected 0 to 2^63 - 1")
 
 
 class Outcome(enum.IntEnum):
@@ -148,7 +156,7 @@ def should_pack(num_spans: int, nbytes: int) -> bool:
 def credit_nbytes(num_ranks: int) -> int:
     """Bytes that each sender may have waiting at a receiver, among so many ranks."""
     share = BUDGET_NBYTES // max(1, num_ranks - 1)
-    return max(4 * EAGER_NBYTES, min(CREDIT_NBYTES, share))
+    return max(2 * MAX_COST, min(CREDIT_NBYTES, share))
 
 
 class Allowance:
@@ -217,69 +225,6 @@ class Debt:
         self.frames -= due[0]
         self.nbytes -= due[1]
         return due
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Place:
-    """Where a message's bytes lie, or are to go, on one side.
-
-    Attributes:
-        kind: Which kind of memory.
-        region: The owner's number for the region it lies in, counted for each peer.
-        spans: ``[n, 3]``: address, nbytes, device id.
-        nbytes: Sum of their sizes.
-        blob: The region's metadata; empty where the other side was told before.
-    """
-
-    kind: MemoryKind
-    region: int
-    spans: Spans = field(repr=False)
-    nbytes: int
-    blob: bytes = field(repr=False)
-
-    def part(self, start: int, stop: int) -> Place:
-        """Bytes `start` to `stop` of a place of one span."""
-        [[address, _, device_id]] = self.spans.tolist()
-        row = algebra.row(address + start, stop - start, device_id)
-        return Place(self.kind, self.region, row, stop - start, self.blob)
-
-
-def pack_place(kind: MemoryKind, region: int, spans: Spans, blob: bytes) -> bytes:
-    """Return the bytes of a `Place`."""
-    head = _PLACE.pack(_MEMORY_KINDS.index(kind), region, len(spans), len(blob))
-    if len(spans) == 1:
-        return head + _SPAN.pack(*spans.tolist()[0]) + blob
-    return head + spans.astype("<u8", copy=False).tobytes() + blob
-
-
-def parse_place(body: bytes, at: int) -> Place:
-    """Read the place that takes up the rest of a body.
-
-    Raises:
-        MetadataError: It is cut, too long, or makes no sense.
-    """
-    if len(body) < at + _PLACE.size:
-        raise MetadataError("frame is cut: no place")
-    kind, region, num_spans, blob_nbytes = _PLACE.unpack_from(body, at)
-    at += _PLACE.size
-    end = at + _SPAN.size * num_spans
-    if kind >= len(_MEMORY_KINDS) or blob_nbytes > MAX_BLOB or not 1 <= num_spans <= MAX_SPANS:
-        raise MetadataError("place has a kind or a size that is not allowed")
-    if len(body) != end + blob_nbytes:
-        raise MetadataError("place has parts that don't add up to its frame")
-    if num_spans == 1:
-        address, nbytes, device_id = _SPAN.unpack_from(body, at)
-        spans = algebra.row(address, nbytes, device_id)
-        smallest = total = nbytes
-        fits = address + nbytes <= algebra.ADDRESS_LIMIT
-    else:
-        spans = np.frombuffer(body, "<u8", 3 * num_spans, at).reshape(-1, 3).astype(np.uint64)
-        smallest, total = int(spans[:, 1].min()), algebra.total(spans[:, :2])
-        ends = spans[:, 0] + spans[:, 1]
-        fits = bool(np.all((ends >= spans[:, 0]) | (ends == 0)))
-    if not smallest or total >= algebra.MAX_TOTAL or not fits:
-        raise MetadataError("place has an empty span, or one beyond all addresses")
-    return Place(_MEMORY_KINDS[kind], region, spans, total, body[end:])
 
 
 def pack_intro(context: int, rank: int, num_ranks: int) -> bytes:

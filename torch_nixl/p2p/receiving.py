@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from torch_nixl.engine.adapter import Direction
 from torch_nixl.engine.operation import Operation
@@ -17,16 +15,16 @@ from torch_nixl.errors import (
     TransferError,
 )
 from torch_nixl.p2p import protocol
-from torch_nixl.p2p.description import Description
+from torch_nixl.p2p.description import Content
+from torch_nixl.p2p.layout import Layout, register_all
 from torch_nixl.p2p.message import Message
-from torch_nixl.p2p.move import MoveOperation
+from torch_nixl.p2p.move import MoveOperation, Regions
 from torch_nixl.p2p.peer import Peer, with_rank
 from torch_nixl.p2p.protocol import Outcome, Route
 from torch_nixl.p2p.sending import error_of, outcome_of
-from torch_nixl.p2p.tensors import Target, from_bytes, make_target, part
+from torch_nixl.p2p.tensors import Landing, Target
 
 if TYPE_CHECKING:
-    from torch_nixl.engine.blob import BlobInfo
     from torch_nixl.p2p.exchange import Exchange
 
 
@@ -45,16 +43,16 @@ class ReceiveOperation(Operation):
     """
 
     __slots__ = (
-        "_address",
-        "_device",
         "_exchange",
         "_failure",
+        "_landing",
+        "_layout",
         "_message",
         "_moves",
-        "_out",
         "_pushed",
         "_reading",
-        "_region",
+        "_regions",
+        "_size",
         "_starting",
         "_target",
         "listed",
@@ -74,21 +72,19 @@ class ReceiveOperation(Operation):
         exchange: Exchange,
         source: int | None,
         tag: int,
-        out: torch.Tensor | None,
-        address: int,
-        device: torch.device | None,
+        landing: Landing,
         deadline: float | None,
     ) -> None:
         super().__init__(exchange.connection, "receive", (), deadline)
         self._exchange = exchange
-        self._out = out
-        self._address = address
-        self._device = device
+        self._landing: Landing | None = landing
         self._message: Message | None = None
         self._target: Target | None = None
-        self._region: tuple[bytes, BlobInfo] | None = None
+        self._layout: Layout | None = None
+        self._regions: Regions = ()
         self._moves: list[MoveOperation] = []
         self._pushed = 0
+        self._size = 0
         self._reading = False
         self._starting = False
         self._failure: BaseException | None = None
@@ -98,15 +94,14 @@ class ReceiveOperation(Operation):
         self.source = source
         self.wanted_source = source
         self.tag = tag
-        self.result: torch.Tensor | None = None
+        self.result: Any = None
         self.route = Route.EAGER
         self.packed = False
         self.watched: Peer | None = None
 
     @property
     def nbytes(self) -> int:
-        result = self.result
-        return 0 if result is None else result.nbytes
+        return self._size
 
     @property
     def reading(self) -> bool:
@@ -127,6 +122,10 @@ class ReceiveOperation(Operation):
         peer = f" ({self.remote.name})" if self.remote is not None else ""
         return f"receive from {source}, tag {self.tag}{peer}"
 
+    def received(self) -> Any:
+        """What was received, as the receiver wants it."""
+        return self.result
+
     def has_begun(self) -> bool:
         """Whether it has its message, or has ended."""
         return self._done or self._message is not None
@@ -143,12 +142,14 @@ class ReceiveOperation(Operation):
     # What comes. Never with the exchange's lock held.
 
     def deliver(
-        self, source: int, description: Description, body: bytes, at: int
+        self, source: int, description: Content, body: bytes, at: int
     ) -> BaseException | None:
         """Take a message that came in its frame; return what is wrong with it."""
         self.source = source
+        self._size = description.nbytes
         try:
-            self.result = from_bytes(description, body, at, self._out, self._device, self._address)
+            assert self._landing is not None
+            self.result = self._landing.take(description, body, at)
         except (RuntimeError, ValueError, TypeError) as error:
             self._conclude(error)
             return error
@@ -157,18 +158,12 @@ class ReceiveOperation(Operation):
 
     def deliver_local(self, message: Message) -> None:
         """Take a message of this rank's own."""
-        self.source = message.source
+        self.source, self._size = message.source, message.description.nbytes
         self.route = Route.LOCAL
-        tensor = message.data
-        assert isinstance(tensor, torch.Tensor)
         error: BaseException | None = None
         try:
-            if self._out is None and self._device in (None, tensor.device):
-                self.result = tensor
-            else:
-                target = make_target(message.description, self._out, self._device)
-                target.out.detach().copy_(tensor)
-                self.result = target.out
+            assert self._landing is not None and isinstance(message.data, tuple)
+            self.result = self._landing.adopt(message.description, message.data)
         except (RuntimeError, ValueError, TypeError) as caught:
             error = caught
         self._conclude(error)
@@ -189,8 +184,10 @@ class ReceiveOperation(Operation):
             self._refuse(TransferError(why))
             return
         try:
-            self._region = peer.region(exchange, place)
-            target = self._target = make_target(message.description, self._out, self._device)
+            self._regions = peer.regions(exchange, place)
+            assert self._landing is not None
+            target = self._target = self._landing.target(message.description)
+            layout = self._layout = self._hold(target)
         except (RuntimeError, ValueError, TypeError) as error:
             self._refuse(error)
             return
@@ -198,7 +195,8 @@ class ReceiveOperation(Operation):
         if not peer.path or peer.path == "unknown":
             peer.path = self._connection.path(peer.remote)
         nbytes = place.nbytes
-        dense = len(place.spans) == 1 and len(target.memory.spans) == 1
+        num_spans = max(len(place.spans), len(layout.spans))
+        dense = not protocol.should_pack(num_spans, nbytes)
         self.route = protocol.choose_route(
             peer.path, nbytes, dense=dense, sender_waits=message.sender_waits
         )
@@ -221,15 +219,20 @@ class ReceiveOperation(Operation):
         self._starting = False
         self._part_ended(failure)
 
+    def _hold(self, target: Target) -> Layout:
+        """Register what a message lands in, until nothing moves there any more."""
+        held = register_all(self._connection, target.memories)
+        with self._connection.lock:
+            self._memories += tuple(held)
+        return Layout.of(held)
+
     def _read(self, start: int, stop: int) -> None:
         assert self._message is not None and self._message.place is not None
-        assert self._target is not None and self.remote is not None and self._region is not None
-        place, memory = self._message.place, self._target.memory
-        if (start, stop) != (0, place.nbytes):
-            place, memory = place.part(start, stop), part(memory, start, stop)
-        held = self._connection.register(memory)
+        assert self._layout is not None and self.remote is not None
+        ours = self._layout.stretches(start, stop)
+        theirs = self._message.place.stretches(start, stop)
         move = MoveOperation(
-            self._connection, self.remote, Direction.READ, held, place, self._region, self
+            self._connection, self.remote, Direction.READ, ours, theirs, self._regions, self
         )
         self._moves.append(move)
         if self._done:  # It timed out just now.
@@ -242,17 +245,13 @@ class ReceiveOperation(Operation):
 
     def _push(self, start: int) -> None:
         """Ask the sender to write from `start` on."""
-        message, target, exchange = self._message, self._target, self._exchange
-        assert message is not None and target is not None and message.peer is not None
-        memory = target.memory
-        held = self._connection.register(part(memory, start, memory.nbytes) if start else memory)
-        with self._connection.lock:
-            self._memories = (held,)
+        message, layout, exchange = self._message, self._layout, self._exchange
+        assert message is not None and layout is not None and message.peer is not None
         self.number = exchange.inbox.expect_filled(self)
         self._pushed = start + 1
         # A frame that names a region must not overtake the one that tells it.
         with exchange.lock:
-            place = message.peer.place(held)
+            place = message.peer.place(layout.after(start))
             body = protocol.pack_push(exchange.context, message.number, self.number, start, place)
             exchange.send(message.peer, protocol.PUSH, body)
 
@@ -306,10 +305,10 @@ class ReceiveOperation(Operation):
         target, self._target = self._target, None
         if error is None and target is not None:
             try:
-                target.finish()
-                self.result = target.out
+                self.result = target.finish()
+                self._size = message.description.nbytes
                 self._exchange.inbox.num_received += 1
-            except RuntimeError as caught:
+            except (RuntimeError, ValueError, TypeError) as caught:
                 error = caught
         self._conclude(error)
 
@@ -334,10 +333,12 @@ class ReceiveOperation(Operation):
         return super()._finish(with_rank(error, self.source))
 
     def _conclude(self, error: BaseException | None) -> None:
-        self._out = None
+        self._landing = self._layout = None
         if not self.listed:
-            # Nobody else knows of it: no waiter, no callback, no memory.
+            # Nobody else knows of it: no waiter, no callback.
             self._error = error
+            if self._memories:
+                self._release()
             self._released = True
             self._done = True
             return

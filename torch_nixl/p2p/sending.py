@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,11 +19,13 @@ from torch_nixl.errors import (
     TransferTimeout,
 )
 from torch_nixl.p2p import protocol
-from torch_nixl.p2p.description import Description
+from torch_nixl.p2p.description import Content
+from torch_nixl.p2p.layout import Layout
 from torch_nixl.p2p.move import MoveOperation
 from torch_nixl.p2p.peer import Peer, with_rank
-from torch_nixl.p2p.protocol import Outcome, Place, Route
-from torch_nixl.p2p.tensors import MismatchError, part
+from torch_nixl.p2p.place import Place
+from torch_nixl.p2p.protocol import Outcome, Route
+from torch_nixl.p2p.tensors import MismatchError
 
 if TYPE_CHECKING:
     from torch_nixl.p2p.exchange import Exchange
@@ -44,7 +47,8 @@ class SendOperation(Operation):
         tag: Its tag.
         number: Names it between the two ranks.
         description: What is sent.
-        tensor: Its bytes.
+        tensor: Its bytes, if it travels in its frame.
+        layout: Where its bytes lie, if it doesn't.
         cost: Credit that it takes.
         state: See `State`.
         waiting: Whether the receiver was told that a thread waits for it.
@@ -59,6 +63,7 @@ class SendOperation(Operation):
         "_write",
         "cost",
         "description",
+        "layout",
         "number",
         "packed",
         "peer",
@@ -75,12 +80,12 @@ class SendOperation(Operation):
         exchange: Exchange,
         peer: Peer,
         tag: int,
-        description: Description,
-        tensor: torch.Tensor,
-        held: RegisteredMemory | None,
+        description: Content,
+        tensor: torch.Tensor | None,
+        memories: Sequence[RegisteredMemory],
         deadline: float | None,
     ) -> None:
-        super().__init__(exchange.connection, "send", () if held is None else (held,), deadline)
+        super().__init__(exchange.connection, "send", memories, deadline)
         self._exchange = exchange
         self._declined = False
         self._exposed = False
@@ -91,13 +96,14 @@ class SendOperation(Operation):
         self.tag = tag
         self.number = next(exchange.numbers)
         self.description = description
-        self.tensor: torch.Tensor | None = tensor
+        self.tensor = tensor
+        self.layout = Layout.of(memories) if memories else None
         self.cost = 0
         self.state = State.QUEUED
         self.waiting = False
         self.packed = False
         self.watched: Peer | None = None
-        self.route = Route.EAGER if held is None else Route.READ
+        self.route = Route.READ if memories else Route.EAGER
 
     @property
     def nbytes(self) -> int:
@@ -133,13 +139,18 @@ class SendOperation(Operation):
 
     # Called by the exchange, which holds its lock.
 
+    def give_up(self) -> None:
+        """It was never submitted."""
+        self._release()
+
     def offer(self, flags: int) -> bytes:
         """The body of its OFFER. From now on the receiver may read the memory."""
         exchange = self._exchange
         if self.waiting:
             flags |= protocol.WAITING
         head = protocol.HEAD.pack(exchange.context, flags, self.tag, self.number)
-        body = head + self.description.packed + self.peer.place(self._memories[0])
+        assert self.layout is not None
+        body = head + self.description.packed + self.peer.place(self.layout)
         # Before it leaves: the answer may come while it does.
         self._exposed = True
         self.state = State.SENT
@@ -170,7 +181,9 @@ class SendOperation(Operation):
         exchange = self._exchange
         stop = start + place.nbytes
         whole = start == 0 and stop == self.nbytes
-        if stop > self.nbytes or self._write is not None or self.state is not State.SENT:
+        layout = self.layout
+        idle = self.state is State.SENT and self._write is None
+        if stop > self.nbytes or layout is None or not idle:
             why = f"{self}: bytes {start} to {stop} can't be asked for"
             exchange.outbox.tell_filled(self.peer, receive, Outcome.FAILED, why)
             return
@@ -184,12 +197,14 @@ class SendOperation(Operation):
             return
         self.route = Route.WRITE if whole else Route.SPLIT
         try:
-            region = self.peer.region(exchange, place)
-            memory = self._memories[0].memory
-            local = memory if whole else part(memory, start, stop)
-            held = self._connection.register(local)
             write = MoveOperation(
-                self._connection, self.peer.remote, Direction.WRITE, held, place, region, self
+                self._connection,
+                self.peer.remote,
+                Direction.WRITE,
+                layout.stretches(start, stop),
+                place.stretches(0, place.nbytes),
+                self.peer.regions(exchange, place),
+                self,
             )
         except (TorchNixlError, ValueError) as error:
             if whole:
@@ -233,7 +248,7 @@ class SendOperation(Operation):
             self.state = State.ENDED
             self._exchange.outbox.forget_send(self)
             self._connection.operations.busy.pop(self, None)
-            self.tensor = None
+            self.tensor = self.layout = None
             self._release()
 
     def fail(self, error: BaseException) -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
-from torch_nixl.engine import spans as algebra
 from torch_nixl.engine.memory import Memory, require_writable, tensor_memory
 from torch_nixl.errors import TransferError
-from torch_nixl.p2p.description import Description
+from torch_nixl.p2p.description import Bundle, Content, Description
 from torch_nixl.p2p.protocol import should_pack
 
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
@@ -22,7 +22,7 @@ _LONG = 4096
 
 
 class MismatchError(TransferError, ValueError):
-    """A message and the tensor that was to receive it differ in shape or dtype.
+    """A message and what was to receive it differ: in shape, dtype, structure, or altogether.
 
     Raised on both sides. The message is gone, `out` is untouched, and the next message is intact.
     """
@@ -41,9 +41,18 @@ def sendable(tensor: torch.Tensor, *, name: str = "tensor") -> torch.Tensor:
         if tensor.layout is torch.strided and (tensor.is_conj() or tensor.is_neg()):
             tensor = tensor.resolve_conj().resolve_neg()
     tensor_memory(tensor, name=name)
+    require_plain(tensor, name)
+    return tensor
+
+
+def require_plain(tensor: torch.Tensor, name: str) -> None:
+    """Refuse a subclass.
+
+    Raises:
+        TypeError: It is one.
+    """
     if type(tensor) not in _PLAIN_TYPES:
         raise TypeError(f"{name}: {type(tensor).__name__} is a subclass; pass the plain tensor")
-    return tensor
 
 
 def check_target(out: torch.Tensor, *, name: str = "out") -> int:
@@ -55,8 +64,7 @@ def check_target(out: torch.Tensor, *, name: str = "out") -> int:
     address = host_address(out)
     if not address:
         require_writable(tensor_memory(out, name=name), name)
-        if type(out) not in _PLAIN_TYPES:
-            raise TypeError(f"{name}: {type(out).__name__} is a subclass; pass the plain tensor")
+        require_plain(out, name)
     return address
 
 
@@ -108,7 +116,7 @@ def join(head: bytes, tensor: torch.Tensor, address: int = 0) -> bytes:
 
 
 def from_bytes(
-    description: Description,
+    description: Content,
     body: bytes,
     at: int,
     out: torch.Tensor | None,
@@ -128,6 +136,7 @@ def from_bytes(
     Raises:
         MismatchError: `out` has another shape or dtype.
     """
+    description = _require_tensor(description)
     if out is None:
         device = landing_device(description, device)
         out = torch.empty(description.shape, dtype=description.dtype, device=device)
@@ -151,6 +160,13 @@ def from_bytes(
             _memmove(packed.data_ptr(), source, nbytes)
             out.detach().copy_(packed)
     return out
+
+
+def _require_tensor(content: Content) -> Description:
+    if isinstance(content, Bundle):
+        name = content.form.name.lower()
+        raise MismatchError(f"a tensor expected, {content} sent: recv_{name} receives it")
+    return content
 
 
 def check_fits(description: Description, out: torch.Tensor) -> None:
@@ -181,48 +197,99 @@ def settle(tensor: torch.Tensor) -> None:
         getattr(torch, tensor.device.type).current_stream(tensor.device).synchronize()
 
 
-@dataclass(slots=True)
-class Target:
+class Target(Protocol):
     """Where a large message lands.
 
     Attributes:
-        out: What the receiver gets.
-        buffer: What the bytes are moved into: `out`, or a packed temporary.
-        memory: The buffer's.
+        memories: What its bytes are moved into, in their order.
+        packed: Whether some of that is a temporary.
     """
 
-    out: torch.Tensor
-    buffer: torch.Tensor
-    memory: Memory
+    memories: Sequence[Memory]
+    packed: bool
 
-    def finish(self) -> None:
-        """Unpack, where need be. All bytes have landed."""
-        if self.buffer is not self.out:
-            self.out.detach().copy_(self.buffer)
-
-    @property
-    def packed(self) -> bool:
-        return self.buffer is not self.out
+    def finish(self) -> object:
+        """Unpack, where need be, and return what the receiver gets. All bytes have landed."""
+        ...
 
 
-def make_target(
-    description: Description, out: torch.Tensor | None, device: torch.device | None
-) -> Target:
-    """Choose where a large message lands.
+class TensorTarget:
+    """Where a large tensor lands: in the receiver's, or a packed temporary."""
 
-    Raises:
-        MismatchError: `out` has another shape or dtype.
+    __slots__ = ("_buffer", "_out", "memories", "packed")
+
+    def __init__(self, out: torch.Tensor, buffer: torch.Tensor, memory: Memory) -> None:
+        self._out = out
+        self._buffer = buffer
+        self.memories: Sequence[Memory] = (memory,)
+        self.packed = buffer is not out
+
+    def finish(self) -> torch.Tensor:
+        if self.packed:
+            self._out.detach().copy_(self._buffer)
+        return self._out
+
+
+class Landing(Protocol):
+    """What a receive makes of the message that it gets.
+
+    All raise `MismatchError` if that doesn't fit, before they write anything.
     """
-    dtype, shape = description.dtype, description.shape
-    if out is None:
-        out = torch.empty(shape, dtype=dtype, device=landing_device(description, device))
-        return Target(out, out, tensor_memory(out))
-    check_fits(description, out)
-    memory = tensor_memory(out, name="out")
-    if should_pack(len(memory.spans), memory.nbytes):
-        buffer = torch.empty(shape, dtype=dtype, device=out.device)
-        return Target(out, buffer, tensor_memory(buffer))
-    return Target(out, out, memory)
+
+    def take(self, content: Content, body: bytes, at: int) -> object:
+        """Return what is received of a frame's body, from byte `at` to its end."""
+        ...
+
+    def adopt(self, content: Content, tensors: Sequence[torch.Tensor]) -> object:
+        """Return what is received of the tensors of a message of this rank's own."""
+        ...
+
+    def target(self, content: Content) -> Target:
+        """Choose where a large message lands."""
+        ...
+
+
+class TensorLanding:
+    """Receives one tensor.
+
+    Args:
+        out: Checked by `check_target`; None for a new tensor.
+        address: What that returned.
+        device: For a new tensor; the sender's kind by default.
+    """
+
+    __slots__ = ("_address", "_device", "_out")
+
+    def __init__(self, out: torch.Tensor | None, address: int, device: torch.device | None) -> None:
+        self._out = out
+        self._address = address
+        self._device = device
+
+    def take(self, content: Content, body: bytes, at: int) -> torch.Tensor:
+        return from_bytes(content, body, at, self._out, self._device, self._address)
+
+    def adopt(self, content: Content, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        what = _require_tensor(content)
+        [tensor] = tensors
+        out = self._out
+        if out is None:
+            return tensor if self._device is None else tensor.to(self._device)
+        check_fits(what, out)
+        out.detach().copy_(tensor)
+        return out
+
+    def target(self, content: Content) -> TensorTarget:
+        what = _require_tensor(content)
+        dtype, shape, out = what.dtype, what.shape, self._out
+        if out is None:
+            out = torch.empty(shape, dtype=dtype, device=landing_device(what, self._device))
+            return TensorTarget(out, out, tensor_memory(out))
+        check_fits(what, out)
+        memory = tensor_memory(out, name="out")
+        if should_pack(len(memory.spans), memory.nbytes):
+            buffer = torch.empty(shape, dtype=dtype, device=out.device)
+            return TensorTarget(out, buffer, tensor_memory(buffer))
+        return TensorTarget(out, out, memory)
 
 
 def make_source(tensor: torch.Tensor) -> tuple[Memory, bool]:
@@ -231,22 +298,3 @@ def make_source(tensor: torch.Tensor) -> tuple[Memory, bool]:
     if should_pack(len(memory.spans), memory.nbytes):
         return tensor_memory(tensor.detach().contiguous()), True
     return memory, False
-
-
-def part(memory: Memory, start: int, stop: int) -> Memory:
-    """Bytes `start` to `stop` of memory of one span."""
-    [[address, nbytes]] = memory.spans.tolist()
-    if start == 0 and stop == nbytes:
-        return memory
-    return Memory(
-        memory.kind,
-        memory.device_id,
-        algebra.single(address + start, stop - start),
-        stop - start,
-        memory.base,
-        memory.extent,
-        memory.owner,
-        memory.anchor,
-        memory.writable,
-        memory.reason,
-    )

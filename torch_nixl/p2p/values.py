@@ -15,9 +15,10 @@ class Envelope:
     Attributes:
         source: The rank that sent it.
         tag: Its tag.
-        shape: The tensor's shape.
-        dtype: Its dtype.
+        shape: The tensor's shape; of a tree or an object that of its bytes.
+        dtype: Its dtype; of a tree or an object uint8.
         nbytes: Its size.
+        form: ``"tensor"``, ``"tree"`` or ``"object"``: what receives it is named so.
     """
 
     source: int
@@ -25,6 +26,7 @@ class Envelope:
     shape: tuple[int, ...]
     dtype: torch.dtype
     nbytes: int
+    form: str = "tensor"
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ import contextlib
 import copy
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -86,7 +86,10 @@ class Work:
         """What was received, once it is; None for a send. Waits and raises as `wait` does."""
         self.wait(timeout)
         operation = self._operation
-        return operation.result if isinstance(operation, ReceiveOperation) else None
+        if isinstance(operation, ReceiveOperation):
+            result: torch.Tensor = operation.received()
+            return result
+        return None
 
     def is_completed(self) -> bool:
         """Whether it has ended, well or not. It does so without anyone waiting."""
@@ -110,7 +113,7 @@ class Work:
             TransferError: Nothing was received yet, or this is a send.
         """
         operation = self._operation
-        if not isinstance(operation, ReceiveOperation) or operation.result is None:
+        if not isinstance(operation, ReceiveOperation) or not self.is_success():
             raise TransferError("only a receive that has ended well has a source")
         assert operation.source is not None
         return operation.source
@@ -144,7 +147,7 @@ class Work:
             operation = self._operation
             if error is None:
                 received = isinstance(operation, ReceiveOperation)
-                future.set_result([operation.result] if received else [])  # type: ignore[union-attr, list-item]
+                future.set_result([operation.received()] if received else [])  # type: ignore[union-attr]
             elif isinstance(error, Exception):
                 future.set_exception(error)  # type: ignore[arg-type]  # its stub is wrong
 
@@ -204,3 +207,13 @@ class Work:
             state = "done" if error is None else f"failed: {error}"
         what = "send that has left" if self._operation is None else str(self._operation)
         return f"<Work {what} {state}>"
+
+
+class TreeWork(Work):
+    """What `irecv_tree` and `irecv_object` return: the same, but for what was received."""
+
+    __slots__ = ()
+
+    def result(self, timeout: float | None = None) -> Any:
+        """The tree or object that was received. Waits and raises as `wait` does."""
+        return super().result(timeout)

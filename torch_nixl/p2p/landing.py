@@ -1,0 +1,292 @@
+"""What is made of trees and objects that come."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from torch_nixl.engine import spans as algebra
+from torch_nixl.engine.memory import Memory, require_writable, tensor_memory
+from torch_nixl.errors import MetadataError
+from torch_nixl.p2p.bundles import (
+    ALL,
+    Arrangement,
+    arrange,
+    choose_limit,
+    scattered_ones,
+    unpack_from,
+    view_of,
+)
+from torch_nixl.p2p.description import DEVICES, Bundle, Content, Description, Form
+from torch_nixl.p2p.fitting import NOTHING, build, fill, match
+from torch_nixl.p2p.manifest import Node, Packed, parse
+from torch_nixl.p2p.protocol import PACK_SPAN_NBYTES
+from torch_nixl.p2p.tensors import (
+    MismatchError,
+    check_target,
+    landing_device,
+    require_plain,
+    settle,
+)
+
+
+class TreeLanding:
+    """Receives a tree. Made, and its `out` checked, before anything has come.
+
+    Attributes:
+        tensors: The tree's tensors here, in the order that it was sent in, once that is known.
+    """
+
+    def __init__(self, out: Any, like: Any, device: torch.device | None) -> None:
+        """Check what the receiver gives.
+
+        Args:
+            out: A tree to fill, or `NOTHING`.
+            like: A tree to imitate, or `NOTHING`.
+            device: Where new tensors are made; by default where those of `like` are, or on the
+                sender's kind of device.
+
+        Raises:
+            TypeError, ValueError: `out` can't be received into.
+        """
+        self._out = out
+        self._like = like
+        self._device = device
+        self._own: Packed | None = None
+        self._root: Node | None = None
+        self._memories: dict[int, Memory] = {}
+        self.tensors: list[torch.Tensor] = []
+        if out is not NOTHING:
+            own = self._own = Packed(out, "out")
+            for index, tensor in enumerate(own.tensors):
+                try:
+                    self._check(tensor)
+                except (TypeError, ValueError):
+                    check_target(tensor, name=own.path(index, out))
+                    raise
+
+    def _check(self, tensor: torch.Tensor) -> None:
+        if tensor.nbytes < PACK_SPAN_NBYTES:
+            check_target(tensor)
+        else:
+            memory = tensor_memory(tensor)
+            require_writable(memory, "out")
+            require_plain(tensor, "out")
+            self._memories[id(tensor)] = memory
+
+    @property
+    def own_memories(self) -> list[Memory]:
+        """Those of the receiver's own tensors that aren't small."""
+        own = self._own
+        if own is None or choose_limit(own.descriptions) == ALL:
+            return []
+        return list(self._memories.values())
+
+    def settle(self) -> None:
+        """Wait for what the receiver's device tensors are still used for."""
+        for tensor in self._own.tensors if self._own is not None else ():
+            settle(tensor)
+
+    def take(self, content: Content, body: bytes, at: int) -> object:
+        arrangement = self.begin(content)
+        if arrangement.apart:
+            raise MetadataError(f"{content}: in a frame, but not in one piece")
+        source = ctypes.cast(ctypes.c_char_p(body), ctypes.c_void_p).value
+        assert source is not None
+        start = source + at
+        for piece in arrangement.pieces:
+            unpack_from(start, piece, self.tensors)
+            start += piece.nbytes
+        return self.finish()
+
+    def adopt(self, content: Content, tensors: Sequence[torch.Tensor]) -> object:
+        self.begin(content)
+        for target, tensor in zip(self.tensors, tensors, strict=True):
+            target.detach().copy_(tensor)
+        return self.finish()
+
+    def target(self, content: Content) -> TreeTarget:
+        return TreeTarget(self, self.begin(content))
+
+    def begin(self, content: Content) -> Arrangement:
+        """Compare what comes with what was asked for, all of it, before anything is written.
+
+        Raises:
+            MismatchError: It isn't a tree, or another one.
+            MetadataError: It isn't one that this library has made.
+        """
+        bundle = require(content, Form.TREE)
+        own = self._own
+        if own is not None and own.manifest == bundle.manifest:
+            descriptions, self.tensors = own.descriptions, own.tensors
+        else:
+            self._root, descriptions = parse(bundle.manifest)
+        arrangement = arrange(descriptions, bundle.limit)
+        if arrangement.nbytes != bundle.nbytes:
+            raise MetadataError(f"{bundle}: its tensors have {arrangement.nbytes} bytes")
+        if self._root is not None:
+            self.tensors = self._find(self._root, descriptions)
+        return arrangement
+
+    def _find(self, root: Node, descriptions: Sequence[Description]) -> list[torch.Tensor]:
+        if self._out is not NOTHING:
+            return match(root, descriptions, self._out, name="out")
+        if self._like is NOTHING:
+            devices = [landing_device(what, self._device) for what in descriptions]
+        else:
+            found = match(root, descriptions, self._like, name="like")
+            devices = [
+                tensor.device
+                if self._device is None and tensor.device.type in DEVICES
+                else landing_device(what, self._device)
+                for what, tensor in zip(descriptions, found, strict=True)
+            ]
+        return [
+            torch.empty(what.shape, dtype=what.dtype, device=device)
+            for what, device in zip(descriptions, devices, strict=True)
+        ]
+
+    def memory(self, index: int) -> Memory:
+        """Where one of the tensors lies."""
+        tensor = self.tensors[index]
+        return self._memories.get(id(tensor)) or tensor_memory(tensor)
+
+    def finish(self) -> Any:
+        """Make what the receiver gets, once all bytes are in place."""
+        if self._out is NOTHING:
+            assert self._root is not None
+            return build(self._root, self.tensors, self._like)
+        if self._root is not None:
+            fill(self._root, self._out)
+        return self._out
+
+
+def require(content: Content, form: Form) -> Bundle:
+    """Refuse a message of another form.
+
+    Raises:
+        MismatchError: Names both.
+    """
+    if not isinstance(content, Bundle):
+        raise MismatchError(
+            f"{_FORMS[form]} expected, a tensor sent ({content}): recv_tensor receives it"
+        )
+    if content.form is not form:
+        what = content.form.name.lower()
+        raise MismatchError(f"{_FORMS[form]} expected, {content} sent: recv_{what} receives it")
+    return content
+
+
+_FORMS: Final = {Form.TREE: "a tree", Form.OBJECT: "an object"}
+
+
+class TreeTarget:
+    """Where a tree lands.
+
+    Attributes:
+        memories: What its bytes are moved into, in their order.
+        packed: Whether some of that is a temporary, besides what travels side by side.
+    """
+
+    __slots__ = ("_arrangement", "_buffers", "_copies", "_landing", "memories", "packed")
+
+    def __init__(self, landing: TreeLanding, arrangement: Arrangement) -> None:
+        self._landing = landing
+        self._arrangement = arrangement
+        self._buffers = [
+            torch.empty(
+                piece.nbytes,
+                dtype=torch.uint8,
+                device=landing.tensors[piece.indices[0]].device,
+            )
+            for piece in arrangement.pieces
+        ]
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        memories = [landing.memory(index) for index in arrangement.apart]
+        direct = set(range(len(memories)))
+        direct -= set(scattered_ones(memories, len(arrangement.pieces)))
+        direct -= set(_shared(memories))
+        for place in sorted(set(range(len(memories))) - direct):
+            tensor = landing.tensors[arrangement.apart[place]]
+            temporary = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+            self._copies.append((tensor, temporary))
+            memories[place] = tensor_memory(temporary)
+        self.packed = bool(self._copies)
+        self.memories: Sequence[Memory] = [*map(tensor_memory, self._buffers), *memories]
+
+    def finish(self) -> object:
+        """Unpack, where need be, and make the tree. All bytes have landed."""
+        landing = self._landing
+        for tensor, temporary in self._copies:
+            tensor.detach().copy_(temporary)
+        for piece, buffer in zip(self._arrangement.pieces, self._buffers, strict=True):
+            if buffer.is_cpu:
+                unpack_from(buffer.data_ptr(), piece, landing.tensors)
+                continue
+            for at, index in zip(piece.offsets, piece.indices, strict=True):
+                tensor = landing.tensors[index]
+                tensor.detach().copy_(view_of(buffer, at, tensor))
+        return landing.finish()
+
+
+def _shared(memories: Sequence[Memory]) -> list[int]:
+    """Which memories can't be written to directly: they share bytes with one before them.
+
+    Tied weights, say. What lands there is copied when all has landed, so that the bytes of the
+    last one stay, as if the tensors had come one by one.
+    """
+    rows = [
+        (memory.spans[:, 0], memory.spans[:, 1], np.full(len(memory.spans), place))
+        for place, memory in enumerate(memories)
+    ]
+    if len(rows) < 2:
+        return []
+    addresses, sizes, places = (np.concatenate(column) for column in zip(*rows, strict=True))
+    spans = np.stack((addresses, sizes), axis=1)
+    if not algebra.overlaps(spans):
+        return []
+    order = np.argsort(addresses, kind="stable")
+    ends = np.maximum.accumulate((addresses + sizes)[order])
+    touching = np.flatnonzero(addresses[order][1:] < ends[:-1])
+    # All that share, but for the first in the tree.
+    found = set(places[order][touching].tolist()) | set(places[order][touching + 1].tolist())
+    return sorted(found)[1:]
+
+
+class ObjectLanding:
+    """Receives a pickled object: what it makes is the pickle."""
+
+    __slots__ = ()
+
+    def take(self, content: Content, body: bytes, at: int) -> Pickle:
+        require(content, Form.OBJECT)
+        return Pickle(body[at:])
+
+    def adopt(self, content: Content, tensors: Sequence[torch.Tensor]) -> Pickle:
+        require(content, Form.OBJECT)
+        return Pickle(tensors[0].numpy().tobytes())
+
+    def target(self, content: Content) -> ObjectTarget:
+        return ObjectTarget(require(content, Form.OBJECT).nbytes)
+
+
+class ObjectTarget:
+    """Where a large pickle lands."""
+
+    __slots__ = ("_buffer", "memories", "packed")
+
+    def __init__(self, nbytes: int) -> None:
+        self._buffer = torch.empty(nbytes, dtype=torch.uint8)
+        self.memories: Sequence[Memory] = (tensor_memory(self._buffer),)
+        self.packed = False
+
+    def finish(self) -> Pickle:
+        return Pickle(self._buffer.numpy().tobytes())
+
+
+class Pickle(bytes):
+    """A pickle that nobody has loaded yet. A type of its own: it may turn into bytes."""
