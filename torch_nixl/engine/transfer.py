@@ -268,7 +268,7 @@ def plan(
             f"local memory of {[held.memory.nbytes for held in local]} bytes does not match "
             f"remote memory of {[theirs.nbytes for theirs in remote]} bytes"
         )
-    return _pieces(local, remote)
+    return _pieces(progress, local, remote)
 
 
 def _dense(
@@ -292,7 +292,9 @@ def _dense(
         start += size
 
 
-def _pieces(local: Sequence[RegisteredMemory], remote: Sequence[OfferedMemory]) -> Iterator[Piece]:
+def _pieces(
+    progress: Progress, local: Sequence[RegisteredMemory], remote: Sequence[OfferedMemory]
+) -> Iterator[Piece]:
     start = 0
     count = len(local)
     while start < count:
@@ -305,7 +307,9 @@ def _pieces(local: Sequence[RegisteredMemory], remote: Sequence[OfferedMemory]) 
         start = stop
         ours, theirs = spans.pair(ours, theirs)
         look_at_spans(len(ours), spans.total(ours))
-        for our_piece, their_piece in spans.pieces(
-            ours, theirs, max_bytes=PIECE_BYTES, max_spans=PIECE_SPANS
-        ):
-            yield kind, our_piece, remote_kind, their_piece
+        for long in spans.pieces(ours, theirs, max_bytes=LONG_PIECE_BYTES, max_spans=PIECE_SPANS):
+            short = [long]
+            if progress.contended:
+                short = spans.pieces(*long, max_bytes=PIECE_BYTES, max_spans=PIECE_SPANS)
+            for our_piece, their_piece in short:
+                yield kind, our_piece, remote_kind, their_piece

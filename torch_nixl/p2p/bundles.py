@@ -233,8 +233,9 @@ class TreeSource:
             pack_into(buffer, piece, tree.tensors)
             pieces.append(tensor_memory(buffer))
         # Copies on devices are under way, and what the tensors themselves are made by.
-        for tensor in tree.tensors:
-            settle(tensor)
+        for tensor, what in zip(tree.tensors, tree.descriptions, strict=True):
+            if what.device != "cpu":
+                settle(tensor)
         self.memories = pieces + memories
         self.bundle = Bundle(Form.TREE, tree.manifest, limit, arrangement.nbytes)
 

@@ -239,16 +239,15 @@ def _shared(memories: Sequence[Memory]) -> list[int]:
     Tied weights, say. What lands there is copied when all has landed, so that the bytes of the
     last one stay, as if the tensors had come one by one.
     """
+    if len(memories) < 2 or not algebra.overlaps(
+        np.concatenate([memory.spans for memory in memories])
+    ):
+        return []
     rows = [
         (memory.spans[:, 0], memory.spans[:, 1], np.full(len(memory.spans), place))
         for place, memory in enumerate(memories)
     ]
-    if len(rows) < 2:
-        return []
     addresses, sizes, places = (np.concatenate(column) for column in zip(*rows, strict=True))
-    spans = np.stack((addresses, sizes), axis=1)
-    if not algebra.overlaps(spans):
-        return []
     order = np.argsort(addresses, kind="stable")
     ends = np.maximum.accumulate((addresses + sizes)[order])
     touching = np.flatnonzero(addresses[order][1:] < ends[:-1])

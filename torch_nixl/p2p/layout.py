@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from torch_nixl.engine import spans as algebra
 from torch_nixl.engine.adapter import Spans
 from torch_nixl.engine.memory import Memory
 from torch_nixl.engine.registry import RegisteredMemory
@@ -76,19 +75,15 @@ class Layout:
         """What follows the first `start` bytes."""
         if start == 0:
             return self
+        [(_, spans)] = cut([(self.regions[0][0].memory.kind, self.spans)], start, self.nbytes)
+        dropped = len(self.spans) - len(spans)
         regions: list[tuple[RegisteredMemory, int]] = []
-        kept: list[Spans] = []
-        at = row = 0
         for held, count in self.regions:
-            spans = self.spans[row : row + count]
-            row += count
-            end = at + algebra.total(spans[:, :2])
-            if end > start:
-                [(_, spans)] = cut([(held.memory.kind, spans)], max(0, start - at), end - at)
-                regions.append((held, len(spans)))
-                kept.append(spans)
-            at = end
-        return Layout(regions, np.concatenate(kept), self.nbytes - start)
+            left = min(count, count - dropped)
+            dropped -= count - max(0, left)
+            if left > 0:
+                regions.append((held, left))
+        return Layout(regions, spans, self.nbytes - start)
 
 
 def register_all(connection: Connection, memories: Sequence[Memory]) -> list[RegisteredMemory]:
