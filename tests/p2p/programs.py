@@ -205,12 +205,17 @@ def beside_gloo(rank: Rank) -> list[float]:
     last = rank.world_size - 1
     group = dist.new_group([0, last])
     if rank.rank == 0:
+        torch_nixl.send_tree({"a": value}, last, group=group)
+        torch_nixl.isend_object({"b": 1}, last, group=group).wait()
         torch_nixl.send_tensor(value, last)
         torch_nixl.send_tensor(value * 2, last, group=group)
         works = torch_nixl.batch_isend_irecv([dist.P2POp(dist.isend, value * 3, last)])
         for work in works:
             work.wait()
     elif rank.rank == last:
+        tree = torch_nixl.irecv_tree(0, group=group).result()
+        assert torch.equal(tree["a"], value)
+        assert torch_nixl.recv_object(0, group=group) == {"b": 1}
         received = torch.cat(
             [
                 torch_nixl.recv_tensor(0),
