@@ -14,6 +14,7 @@ from torch_nixl.engine.registry import RegisteredMemory
 from torch_nixl.engine.remotes import Contact, Remote
 from torch_nixl.engine.transfer import TransferOperation
 from torch_nixl.errors import (
+    ClosedError,
     LeaseExpired,
     MetadataError,
     PeerLostError,
@@ -69,7 +70,11 @@ class ActiveOperation(TransferOperation):
             self._stop(refusal(str(self), frame))
 
     def on_revoked(self, frame: wire.Revoke) -> None:
-        if frame.key == self._offer.key:
+        if frame.key != self._offer.key:
+            return
+        if frame.reason is wire.Reason.CLOSED:
+            self._stop(PeerLostError(f"{self}: its owner is closing: {frame.text}"))
+        else:
             self._stop(TransferCancelled(f"{self}: withdrawn by its owner: {frame.text}"))
 
     def expire(self) -> None:
@@ -166,7 +171,7 @@ def _outcome(error: BaseException | None) -> tuple[wire.Outcome, str]:
             return wire.Outcome.COMPLETE, ""
         case TransferTimeout():
             return wire.Outcome.TIMED_OUT, str(error)
-        case TransferCancelled():
+        case TransferCancelled() | ClosedError():
             return wire.Outcome.CANCELLED, str(error)
         case _:
             return wire.Outcome.FAILED, str(error)

@@ -239,6 +239,9 @@ class TransferOperation(Operation):
     def cancel(self) -> None:
         self._stop(TransferCancelled(f"{self}: cancelled"))
 
+    def shut(self, error: ClosedError) -> None:
+        self._stop(error)
+
     def expire(self) -> None:
         self._stop(self._timeout_error(f"with {len(self._flight)} pieces under way"))
 
