@@ -220,7 +220,7 @@ def meet(engine: Engine, understood: Understood, blob: bytes, info: BlobInfo) ->
         raise MetadataError(f"metadata of {info.agent!r} was handed over for {owner!r}")
     known = engine.contacts.get(owner)
     if known is not None and known.contact is Contact.FOREIGN and foreign:
-        if not known.connection_blob.startswith(_connection_part(blob, info)):
+        if known.reach != info.reach:
             # dynamo's agents have the same name after a restart.
             why = f"{owner} was restarted"
             engine.contacts.lose(known, PeerLostError(why, remote=owner))
@@ -230,23 +230,6 @@ def meet(engine: Engine, understood: Understood, blob: bytes, info: BlobInfo) ->
             f"{owner!r} is known as {'a' if foreign else 'no'} worker of torch_nixl, and the "
             "notification_key says otherwise"
         )
-
-
-def _connection_part(blob: bytes, info: BlobInfo) -> bytes:
-    """Cut out of a blob what tells of the agent: its name, and how to reach it.
-
-    Of the grammar in `engine.blob`: all fields up to the sections, as long as `info` says.
-    """
-    nbytes = _field("nixlSerDes|") - 9 + _field("Agent", len(info.agent.encode()))
-    nbytes += _field("Conns", 8)
-    for backend, size in info.connections:
-        nbytes += _field("t", len(backend)) + _field("c", size)
-    return blob[:nbytes]
-
-
-def _field(tag: str, nbytes: int = 0) -> int:
-    """Size of a blob's field: tag, length, value and separator."""
-    return len(tag) + 8 + nbytes + 1
 
 
 class _Regions:
