@@ -240,20 +240,21 @@ class _Regions:
         self._rows = sorted(tuple(row) for part in parts for row in part.tolist())
         self._starts = [row[0] for row in self._rows]
 
-    def find(self, spans: Spans, device_id: int | None) -> int:
-        """Return the device id of a region that all spans lie in.
+    def find(self, start: int, end: int, device_id: int | None) -> int:
+        """Return the device id of a region that all addresses from `start` to `end` lie in.
 
         Args:
-            spans: ``[n, 2]``, at least one, any values.
+            start: First address.
+            end: First address behind it, any value.
             device_id: Which it has to be; None for any.
 
         Raises:
             MetadataError: There is none.
         """
-        last = bisect.bisect_right(self._starts, int(spans[:, 0].min()))
+        last = bisect.bisect_right(self._starts, start)
         for base, nbytes, found in reversed(self._rows[:last]):
             if device_id in (None, found):
-                if algebra.within(spans, base, nbytes):
+                if end <= base + nbytes:
                     return int(found)
                 if device_id is not None:
                     break  # NIXL looks no further than the one that begins last.
@@ -273,9 +274,7 @@ def _memories(
         device = Device(serialized.device)
         kind = device.memory_kind
         rows = pieces.get(index)
-        if rows is None:
-            rows = algebra.single(serialized.ptr, serialized.size)
-        elif sum(rows[:, 1].tolist()) != serialized.size:
+        if rows is not None and sum(rows[:, 1].tolist()) != serialized.size:
             raise MetadataError(f"descriptors[{index}]: its pieces don't add up to its size")
         if serialized.size == 0:
             result.append(OfferedMemory(kind, _NO_SPANS, 0))
@@ -283,6 +282,14 @@ def _memories(
         if kind not in regions:
             regions[kind] = _Regions(infos, kind)
         number = device.id if kind is MemoryKind.VRAM else PUBLIC_DEVICE_ID if public else None
-        found = regions[kind].find(rows, number)
-        result.append(OfferedMemory(kind, algebra.with_device(rows, found), serialized.size))
+        start, end = serialized.ptr, serialized.ptr + serialized.size
+        if rows is not None:
+            start, end = int(rows[:, 0].min()), int((rows[:, 0] + rows[:, 1]).max())
+        found = regions[kind].find(start, end, number)
+        spans = (
+            algebra.row(start, serialized.size, found)
+            if rows is None
+            else algebra.with_device(rows, found)
+        )
+        result.append(OfferedMemory(kind, spans, serialized.size))
     return tuple(result)

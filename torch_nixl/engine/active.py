@@ -91,6 +91,12 @@ class ActiveOperation(TransferOperation):
             self._settle()
             return True
         if self._phase is _Phase.CLAIMING:
+            # While the answer is under way there is time. Nothing moves before it is here.
+            try:
+                self._prepare_next()
+            except TorchNixlError as error:
+                self._break(error)
+                return True
             return False
         return self._learn_and_claim()
 
