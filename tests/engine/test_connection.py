@@ -6,6 +6,7 @@ import gc
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -189,6 +190,22 @@ def test_what_is_prepared_before_the_grant_moves_nothing_and_is_freed(
     with pytest.raises(TransferError):
         again.wait(10)
     assert again.wait_released(10) and not held and not target.any()
+    owner.close()
+    reader.close()
+
+
+def test_a_foreign_owner_that_is_lost_is_told_nothing_and_costs_nobody_else() -> None:
+    """Its key is of its own length, and no frame of ours can hold it."""
+    fabric = LoopbackFabric()
+    owner, reader = (Connection(fabric.adapter(name), timeout=10) for name in ("o", "r"))
+    exposed = owner.expose(READ, [tensor_memory(torch.ones(10))])
+    offer = replace(exposed.offer(), key=b"a key of thirty-six bytes, as a UUID")
+    reader.contact("o", offer.metadata[0], foreign=True)
+    adapter: Any = reader.adapter
+    fabric.fail_next(adapter, "post", PeerLostError("scripted: gone", remote="o"))
+    with pytest.raises(PeerLostError):
+        reader.claim(offer, [tensor_memory(torch.zeros(10))]).wait(10)
+    assert not reader.closed
     owner.close()
     reader.close()
 

@@ -138,15 +138,16 @@ class ActiveOperation(TransferOperation):
 
     def _tell_owner(self) -> None:
         """Say how it ended: from now on this side touches the owner's memory no more."""
-        if self._phase is not _Phase.LEARNING:
-            assert self.remote is not None
-            outcome, text = _outcome(self._error)
-            if self.remote.contact is not Contact.FOREIGN:
-                self._connection.contacts.send(
-                    self.remote, wire.Done(self._offer.key, self.claim, outcome, text)
-                )
-            elif outcome is wire.Outcome.COMPLETE:
-                self._connection.contacts.send_raw(self.remote, self._offer.key)
+        assert self.remote is not None
+        if self._phase is _Phase.LEARNING or self.remote.lost_error is not None:
+            return  # A lost remote is no longer known to be a foreign one, either.
+        outcome, text = _outcome(self._error)
+        if self.remote.contact is not Contact.FOREIGN:
+            self._connection.contacts.send(
+                self.remote, wire.Done(self._offer.key, self.claim, outcome, text)
+            )
+        elif outcome is wire.Outcome.COMPLETE:
+            self._connection.contacts.send_raw(self.remote, self._offer.key)
 
 
 def refusal(what: str, frame: wire.Refuse) -> TorchNixlError:
