@@ -211,6 +211,7 @@ def resources(ours: Ours) -> dict[str, float]:
     return {
         "MiB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         "file descriptors": len(os.listdir("/proc/self/fd")),
+        "threads": len(os.listdir("/proc/self/task")),
         "registrations": figures.live_registrations,
         "operations held": figures.outstanding,
         "remotes": figures.remotes,
@@ -226,6 +227,7 @@ def soak(side: Side) -> None:
     for _ in range(200):
         ours.round([memory])
     before = resources(ours)
+    told = ours.connector.statistics().frames_received
     for step in range(SOAK_STEPS):
         started = time.perf_counter()
         for number in range(SOAK_OPERATIONS // SOAK_STEPS):
@@ -239,6 +241,10 @@ def soak(side: Side) -> None:
             rate = SOAK_OPERATIONS / SOAK_STEPS / seconds
             print(f"soak {step + 1}/{SOAK_STEPS}: {rate:.0f} operations/s; {shown}", flush=True)
     after = resources(ours)
+    frames = ours.connector.statistics().frames_received - told
+    # What arrives and isn't taken in grows in NIXL, out of sight: all that was sent has to be here.
+    expected = SOAK_OPERATIONS * (2 if side.rank == 0 else 1)
+    side.rows.append(Row(f"messages taken in, rank {side.rank}", frames, "", 1.001, expected))
     # Which regions a remote told, and why ended operations ended, is remembered within bounds.
     limits = {"MiB": 8.0, "objects": 20_000.0}
     side.rows.extend(

@@ -1,6 +1,7 @@
 """For tests of torch_nixl and of programs that use it.
 
-- `loopback_pair` and `LoopbackFabric`: agents in one process, with scripted faults.
+- `loopback_pair` and `LoopbackFabric`: agents in one process, with scripted faults;
+  `LoopbackConnector`: the same below `torch_nixl.connect`.
 - `run_ranks` and `RankPool`: functions on several ranks, each a process, with hard deadlines.
 - `conformance_checks`: what an adapter must do, to be run on any implementation.
 """
@@ -8,6 +9,7 @@
 from __future__ import annotations
 
 from torch_nixl._testing.conformance import Check, conformance_checks
+from torch_nixl._testing.connector import LoopbackConnector
 from torch_nixl._testing.harness import (
     PEER_BYTES,
     PEER_DEVICE_ID,
@@ -27,6 +29,7 @@ __all__ = [
     "Check",
     "Harness",
     "LoopbackAdapter",
+    "LoopbackConnector",
     "LoopbackFabric",
     "LoopbackHarness",
     "NixlHarness",

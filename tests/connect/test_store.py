@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.distributed import FileStore, HashStore, PrefixStore, TCPStore
+from torch.distributed import FileStore, HashStore, PrefixStore, Store, TCPStore
 
 from connect.pairs import DEADLINE, Pair, pattern
 from torch_nixl import connect
+from torch_nixl.connect import store as store_module
 from torch_nixl.errors import MetadataError, TransferError
 
 
@@ -109,3 +110,79 @@ def test_only_living_passive_operations_are_published(pair: Pair, store: Any) ->
     with pytest.raises(TypeError):
         connect.publish(store, "ended", exposed.connection)  # type: ignore[arg-type]
     assert not store.check(["ended"])
+
+
+def test_a_key_that_is_being_removed_is_published_after_its_removal(
+    pair: Pair, store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The new value is not deleted in the old one's stead, whoever removes that."""
+    store.set("key", store_module._REMOVED)  # as another process does before it deletes
+    with pytest.raises(TimeoutError):
+        connect.fetch(store, "key", timeout=0.05)
+    with pair.readable(bytearray(8)) as exposed:
+        publishing = threading.Thread(target=connect.publish, args=(store, "key", exposed))
+        publishing.start()
+        publishing.join(0.05)
+        assert publishing.is_alive()
+        store.delete_key("key")
+        publishing.join(DEADLINE)
+        assert connect.fetch(store, "key", timeout=DEADLINE) == exposed.metadata()
+    assert gone(store, "key")
+
+
+def test_a_removal_that_nobody_ends_is_waited_for_but_a_while(
+    pair: Pair, store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_module, "REMOVAL_SECONDS", 0.05)
+    store.set("key", store_module._REMOVED)
+    with pair.readable(bytearray(8)) as exposed:
+        connect.publish(store, "key", exposed)
+        assert connect.fetch(store, "key", timeout=DEADLINE) == exposed.metadata()
+
+
+def test_clients_that_publish_and_remove_under_one_key_lose_no_value(pair: Pair) -> None:
+    """Two clients of one TCPStore share nothing in this process but the server."""
+    patience = datetime.timedelta(seconds=20)
+    server = TCPStore("127.0.0.1", 0, None, True, timeout=patience, wait_for_workers=False)
+    client = TCPStore("127.0.0.1", server.port, None, False, timeout=patience)
+    for number in range(100):
+        ours, theirs = (server, client) if number % 2 else (client, server)
+        old, new = pair.readable(bytearray(8)), pair.readable(bytearray(8))
+        connect.publish(ours, "key", old)
+        old.cancel()  # its key is removed in another thread from here on
+        connect.publish(theirs, "key", new)
+        assert connect.fetch(ours, "key", timeout=DEADLINE) == new.metadata()
+        new.cancel()
+        assert gone(ours, "key")
+
+
+class HangingStore(Store):
+    """A store whose server has stopped answering."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = threading.Event()
+        self.answers = threading.Event()
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        self.asked.set()
+        assert self.answers.wait(DEADLINE)
+        return desired.encode()
+
+    def delete_key(self, key: str) -> bool:
+        return True
+
+
+def test_a_store_that_hangs_keeps_nobody_from_publishing_in_another(pair: Pair) -> None:
+    hanging, working = HangingStore(), HashStore()
+    stuck, exposed = pair.readable(bytearray(8)), pair.readable(bytearray(8))
+    publishing = threading.Thread(target=connect.publish, args=(hanging, "key", stuck))
+    publishing.start()
+    assert hanging.asked.wait(DEADLINE)
+    connect.publish(working, "key", exposed)
+    assert connect.fetch(working, "key", timeout=1.0) == exposed.metadata()
+    assert publishing.is_alive()
+    hanging.answers.set()
+    publishing.join(DEADLINE)
+    stuck.cancel()
+    exposed.cancel()

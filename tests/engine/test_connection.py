@@ -6,6 +6,8 @@ import gc
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -152,6 +154,60 @@ def test_the_second_claim_is_refused_and_moves_nothing(
     with pytest.raises(TransferError, match="already taken"):
         reader.claim(offer, [tensor_memory(second)]).wait(10)
     assert not second.any()
+
+
+def test_what_is_prepared_before_the_grant_moves_nothing_and_is_freed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The transfer is set up while the owner's answer is under way; a refusal has it freed."""
+    fabric = LoopbackFabric()
+    owner, reader = (Connection(fabric.adapter(name), timeout=10) for name in ("o", "r"))
+    source, target = torch.ones(10), torch.zeros(10)
+    exposed = owner.expose(READ, [tensor_memory(source)])
+    offer = exposed.offer()
+    held: list[object] = []
+    prepare, release = reader.adapter.prepare, reader.adapter.release
+
+    def keep(*arguments: Any) -> Any:
+        held.append(prepare(*arguments))
+        return held[-1]
+
+    def let_go(transfer: Any) -> None:
+        held.remove(transfer)
+        release(transfer)
+
+    monkeypatch.setattr(reader.adapter, "prepare", keep)
+    monkeypatch.setattr(reader.adapter, "release", let_go)
+    with owner.progress._driving:  # nobody answers
+        late = reader.claim(offer, [tensor_memory(target)])
+        assert reader.progress.wait_until(lambda: bool(held), time.monotonic() + 10)
+        assert not target.any()
+        late.cancel()
+    assert late.wait_released(10) and not held and not target.any()
+    with pytest.raises(TransferCancelled):
+        exposed.wait(10)
+    again = reader.claim(offer, [tensor_memory(target)])
+    with pytest.raises(TransferError):
+        again.wait(10)
+    assert again.wait_released(10) and not held and not target.any()
+    owner.close()
+    reader.close()
+
+
+def test_a_foreign_owner_that_is_lost_is_told_nothing_and_costs_nobody_else() -> None:
+    """Its key is of its own length, and no frame of ours can hold it."""
+    fabric = LoopbackFabric()
+    owner, reader = (Connection(fabric.adapter(name), timeout=10) for name in ("o", "r"))
+    exposed = owner.expose(READ, [tensor_memory(torch.ones(10))])
+    offer = replace(exposed.offer(), key=b"a key of thirty-six bytes, as a UUID")
+    reader.contact("o", offer.metadata[0], foreign=True)
+    adapter: Any = reader.adapter
+    fabric.fail_next(adapter, "post", PeerLostError("scripted: gone", remote="o"))
+    with pytest.raises(PeerLostError):
+        reader.claim(offer, [tensor_memory(torch.zeros(10))]).wait(10)
+    assert not reader.closed
+    owner.close()
+    reader.close()
 
 
 def test_a_withdrawn_offer_is_refused_as_cancelled(pair: tuple[Connection, Connection]) -> None:

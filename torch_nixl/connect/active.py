@@ -161,9 +161,6 @@ class ReadOperation(ActiveOperation):
             raise RuntimeError(f"the operation has no results: its status is {status.name}")
         return list(self._local)
 
-    def __enter__(self) -> ReadOperation:
-        return self
-
 
 class WriteOperation(ActiveOperation):
     """Writes local memory into what a peer exposes. See `ActiveOperation`.
@@ -192,9 +189,6 @@ class WriteOperation(ActiveOperation):
             remote_metadata.notification_key,
             timeout=timeout,
         )
-
-    def __enter__(self) -> WriteOperation:
-        return self
 
 
 def _check_metadata(

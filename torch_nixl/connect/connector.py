@@ -8,6 +8,7 @@ import threading
 import uuid
 from collections.abc import Sequence
 from types import TracebackType
+from typing import TypeVar
 
 from torch_nixl.connect.active import ReadOperation, WriteOperation
 from torch_nixl.connect.connection import Connection
@@ -21,6 +22,8 @@ from torch_nixl.engine.connection import Connection as Engine
 from torch_nixl.engine.registry import RegistryStatistics
 from torch_nixl.engine.statistics import ConnectionStatistics, Counters
 from torch_nixl.errors import ClosedError
+
+_Exposing = TypeVar("_Exposing", ReadableOperation, WritableOperation)
 
 
 class Connector:
@@ -148,9 +151,7 @@ class Connector:
             BackendError: NIXL is missing or can't be set up.
             ClosedError: The Connector is closed.
         """
-        as_descriptors(local_descriptors)
-        connection = await self._create_connection()
-        return ReadableOperation(connection, local_descriptors, timeout=timeout)
+        return await self._expose(ReadableOperation, local_descriptors, timeout)
 
     async def create_writable(
         self,
@@ -171,9 +172,17 @@ class Connector:
             BackendError: NIXL is missing or can't be set up.
             ClosedError: The Connector is closed.
         """
+        return await self._expose(WritableOperation, local_descriptors, timeout)
+
+    async def _expose(
+        self,
+        role: type[_Exposing],
+        local_descriptors: Descriptor | list[Descriptor],
+        timeout: float | None,
+    ) -> _Exposing:
         as_descriptors(local_descriptors)
         connection = await self._create_connection()
-        return WritableOperation(connection, local_descriptors, timeout=timeout)
+        return role(connection, local_descriptors, timeout=timeout)
 
     async def begin_read(
         self,

@@ -220,7 +220,7 @@ def meet(engine: Engine, understood: Understood, blob: bytes, info: BlobInfo) ->
         raise MetadataError(f"metadata of {info.agent!r} was handed over for {owner!r}")
     known = engine.contacts.get(owner)
     if known is not None and known.contact is Contact.FOREIGN and foreign:
-        if not known.connection_blob.startswith(_connection_part(blob, info)):
+        if known.reach != info.reach:
             # dynamo's agents have the same name after a restart.
             why = f"{owner} was restarted"
             engine.contacts.lose(known, PeerLostError(why, remote=owner))
@@ -232,23 +232,6 @@ def meet(engine: Engine, understood: Understood, blob: bytes, info: BlobInfo) ->
         )
 
 
-def _connection_part(blob: bytes, info: BlobInfo) -> bytes:
-    """Cut out of a blob what tells of the agent: its name, and how to reach it.
-
-    Of the grammar in `engine.blob`: all fields up to the sections, as long as `info` says.
-    """
-    nbytes = _field("nixlSerDes|") - 9 + _field("Agent", len(info.agent.encode()))
-    nbytes += _field("Conns", 8)
-    for backend, size in info.connections:
-        nbytes += _field("t", len(backend)) + _field("c", size)
-    return blob[:nbytes]
-
-
-def _field(tag: str, nbytes: int = 0) -> int:
-    """Size of a blob's field: tag, length, value and separator."""
-    return len(tag) + 8 + nbytes + 1
-
-
 class _Regions:
     """The regions of one kind of memory that a peer told, to be looked up by address."""
 
@@ -257,20 +240,21 @@ class _Regions:
         self._rows = sorted(tuple(row) for part in parts for row in part.tolist())
         self._starts = [row[0] for row in self._rows]
 
-    def find(self, spans: Spans, device_id: int | None) -> int:
-        """Return the device id of a region that all spans lie in.
+    def find(self, start: int, end: int, device_id: int | None) -> int:
+        """Return the device id of a region that all addresses from `start` to `end` lie in.
 
         Args:
-            spans: ``[n, 2]``, at least one, any values.
+            start: First address.
+            end: First address behind it, any value.
             device_id: Which it has to be; None for any.
 
         Raises:
             MetadataError: There is none.
         """
-        last = bisect.bisect_right(self._starts, int(spans[:, 0].min()))
+        last = bisect.bisect_right(self._starts, start)
         for base, nbytes, found in reversed(self._rows[:last]):
             if device_id in (None, found):
-                if algebra.within(spans, base, nbytes):
+                if end <= base + nbytes:
                     return int(found)
                 if device_id is not None:
                     break  # NIXL looks no further than the one that begins last.
@@ -290,9 +274,7 @@ def _memories(
         device = Device(serialized.device)
         kind = device.memory_kind
         rows = pieces.get(index)
-        if rows is None:
-            rows = algebra.single(serialized.ptr, serialized.size)
-        elif sum(rows[:, 1].tolist()) != serialized.size:
+        if rows is not None and sum(rows[:, 1].tolist()) != serialized.size:
             raise MetadataError(f"descriptors[{index}]: its pieces don't add up to its size")
         if serialized.size == 0:
             result.append(OfferedMemory(kind, _NO_SPANS, 0))
@@ -300,6 +282,14 @@ def _memories(
         if kind not in regions:
             regions[kind] = _Regions(infos, kind)
         number = device.id if kind is MemoryKind.VRAM else PUBLIC_DEVICE_ID if public else None
-        found = regions[kind].find(rows, number)
-        result.append(OfferedMemory(kind, algebra.with_device(rows, found), serialized.size))
+        start, end = serialized.ptr, serialized.ptr + serialized.size
+        if rows is not None:
+            start, end = int(rows[:, 0].min()), int((rows[:, 0] + rows[:, 1]).max())
+        found = regions[kind].find(start, end, number)
+        spans = (
+            algebra.row(start, serialized.size, found)
+            if rows is None
+            else algebra.with_device(rows, found)
+        )
+        result.append(OfferedMemory(kind, spans, serialized.size))
     return tuple(result)

@@ -102,21 +102,28 @@ class Key:
         at = _HEADER.size + 8 * num_tables
         if at > len(body):
             raise MetadataError(f"notification_key is cut: {len(body)} bytes")
-        tables = np.frombuffer(body, "<u4", 2 * num_tables, _HEADER.size).reshape(-1, 2)
-        num_spans = int(tables[:, 1].sum(dtype=np.uint64))
+        tables: list[list[int]] = []
+        num_spans = 0
+        if num_tables:  # Mostly there are none, and numpy need not be asked.
+            numbers = np.frombuffer(body, "<u4", 2 * num_tables, _HEADER.size).reshape(-1, 2)
+            num_spans = int(numbers[:, 1].sum(dtype=np.uint64))
+            tables = numbers.tolist()
         sizes_at = at + _SPAN_NBYTES * num_spans
         blobs_at = sizes_at + 4 * num_blobs
         if blobs_at > len(body):
             raise MetadataError(f"notification_key is cut: {len(body)} bytes")
-        rows = np.frombuffer(body, "<u8", 2 * num_spans, at).reshape(-1, 2).astype(np.uint64)
-        sizes = np.frombuffer(body, "<u4", num_blobs, sizes_at).tolist()
+        sizes = struct.unpack_from(f"<{num_blobs}I", body, sizes_at)
         if blobs_at + sum(sizes) != len(body):
             raise MetadataError("notification_key has parts that don't add up to it")
+        pieces: dict[int, Spans] = {}
+        if num_tables:
+            rows = np.frombuffer(body, "<u8", 2 * num_spans, at).reshape(-1, 2).astype(np.uint64)
+            pieces = _cut(tables, rows)
         blobs = []
         for size in sizes:
             blobs.append(body[blobs_at : blobs_at + size])
             blobs_at += size
-        return cls(name, digest, _cut(tables.tolist(), rows), tuple(blobs))
+        return cls(name, digest, pieces, tuple(blobs))
 
 
 def digest(operation_kind: int, blob: bytes, descriptors: Sequence[SerializedDescriptor]) -> bytes:

@@ -11,7 +11,7 @@ import enum
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator
 from types import TracebackType
-from typing import Final
+from typing import Final, TypeVar
 
 from torch_nixl.connect.connection import Connection
 from torch_nixl.connect.descriptor import Descriptor, as_descriptors
@@ -19,6 +19,8 @@ from torch_nixl.connect.exchange import OPERATION_KINDS
 from torch_nixl.connect.waiting import Awaiter
 from torch_nixl.engine.operation import Operation
 from torch_nixl.errors import TransferCancelled
+
+Self = TypeVar("Self", bound="AbstractOperation")
 
 CANCEL_SECONDS: Final = 5.0
 """How long `cancel` waits unless told otherwise."""
@@ -175,7 +177,7 @@ class AbstractOperation(ABC):
         """
         self._operation.add_done_callback(callback)
 
-    def __enter__(self) -> AbstractOperation:
+    def __enter__(self: Self) -> Self:
         return self
 
     @abstractmethod

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from abc import abstractmethod
 from types import TracebackType
+from typing import ClassVar
 
 from torch_nixl.connect.connection import Connection
 from torch_nixl.connect.descriptor import MAX_SPANS, Descriptor
@@ -140,7 +141,22 @@ class PassiveOperation(AbstractOperation):
         )
 
 
-class ReadableOperation(PassiveOperation):
+class _Exposing(PassiveOperation):
+    """What `ReadableOperation` and `WritableOperation` are: they differ in their kind only."""
+
+    _KIND: ClassVar[OperationKind]
+
+    def __init__(
+        self,
+        connection: Connection,
+        local_descriptors: Descriptor | list[Descriptor],
+        *,
+        timeout: float | None = None,
+    ) -> None:
+        super().__init__(connection, self._KIND, local_descriptors, timeout=timeout)
+
+
+class ReadableOperation(_Exposing):
     """Exposes memory that a peer is to read. See `PassiveOperation`.
 
     Args:
@@ -149,20 +165,10 @@ class ReadableOperation(PassiveOperation):
         timeout: Seconds until the offer lapses; the Connector's by default.
     """
 
-    def __init__(
-        self,
-        connection: Connection,
-        local_descriptors: Descriptor | list[Descriptor],
-        *,
-        timeout: float | None = None,
-    ) -> None:
-        super().__init__(connection, OperationKind.READ, local_descriptors, timeout=timeout)
-
-    def __enter__(self) -> ReadableOperation:
-        return self
+    _KIND = OperationKind.READ
 
 
-class WritableOperation(PassiveOperation):
+class WritableOperation(_Exposing):
     """Exposes memory that a peer is to write. See `PassiveOperation`.
 
     Args:
@@ -171,17 +177,7 @@ class WritableOperation(PassiveOperation):
         timeout: Seconds until the offer lapses; the Connector's by default.
     """
 
-    def __init__(
-        self,
-        connection: Connection,
-        local_descriptors: Descriptor | list[Descriptor],
-        *,
-        timeout: float | None = None,
-    ) -> None:
-        super().__init__(connection, OperationKind.WRITE, local_descriptors, timeout=timeout)
-
-    def __enter__(self) -> WritableOperation:
-        return self
+    _KIND = OperationKind.WRITE
 
 
 def _withdraw(engine: Engine, operation: EnginePassive) -> None:

@@ -1,6 +1,13 @@
 """Exchange of RdmaMetadata through a torch Store: TCPStore, FileStore, HashStore or PrefixStore.
 
 The store only hands the metadata over; nothing else goes through it.
+
+[Note: removal]
+Stores can compare and set in one step, but not compare and delete. So a key that is to go is first
+set to `_REMOVED`, by comparison with what its operation had published, and then deleted. Who
+publishes under it meanwhile, in whatever process and through whatever client, waits for the
+deletion, which would take the new value along. No lock of ours is held over a store's call: one
+that hangs holds up its own caller only.
 """
 
 from __future__ import annotations
@@ -27,6 +34,8 @@ log = logging.getLogger("torch_nixl.connect")
 FETCH_SECONDS: Final = 300.0
 SHORTEST_PAUSE: Final = 0.001
 LONGEST_PAUSE: Final = 0.020
+REMOVAL_SECONDS: Final = 2.0
+"""How long `publish` waits for a key's removal: who began it may have died in the middle."""
 EXIT_SECONDS: Final = 2.0
 """How long the interpreter's exit waits for keys that are still to be removed."""
 
@@ -53,8 +62,7 @@ def publish(store: Store, key: str, operation: PassiveOperation) -> RdmaMetadata
     if operation.status in _ENDED:
         raise TransferError(f"{operation!r} has ended: there is nothing to publish any more")
     text = metadata.model_dump_json()
-    with _changing:
-        store.set(key, text)
+    _write(store, key, text)
     operation.add_done_callback(lambda: _remover.remove(store, key, text))
     return metadata
 
@@ -97,17 +105,34 @@ def fetch(
         raise MetadataError(f"what the store has under {key!r} is no metadata") from error
 
 
+def _write(store: Store, key: str, text: str) -> None:
+    """Set a key, whoever else sets or removes it at the same time. See [Note: removal]."""
+    deadline = time.monotonic() + REMOVAL_SECONDS
+    expected = ""
+    while True:
+        found = store.compare_set(key, expected, text).decode()
+        if found == text:
+            return
+        if found == _REMOVED and time.monotonic() < deadline:
+            time.sleep(SHORTEST_PAUSE)
+            expected = ""
+        else:
+            # Another operation's; or gone, where what was expected comes back.
+            expected = "" if found == expected else found
+
+
 def _read(store: Store, key: str) -> bytes:
     """Return a key's value; empty if it isn't there, or is being removed."""
     if not store.check([key]):
         return b""
-    # It may go between the two calls; comparing with what nobody writes reads without waiting.
-    value: bytes = store.compare_set(key, _NEVER, _NEVER)
-    return b"" if value == _NEVER.encode() else value
+    # It may go between the two calls. Comparing with what only removal writes reads without
+    # waiting, and returns that also of a key that is gone.
+    value: bytes = store.compare_set(key, _REMOVED, _REMOVED)
+    return b"" if value == _REMOVED.encode() else value
 
 
 _ENDED: Final = (OperationStatus.COMPLETE, OperationStatus.CANCELLED, OperationStatus.ERRORED)
-_NEVER: Final = "torch_nixl: no such value"
+_REMOVED: Final = "torch_nixl: removed"
 _Job: TypeAlias = "tuple[Store, str, str] | None"
 
 
@@ -125,7 +150,7 @@ class _Remover:
         self._exiting = False
 
     def remove(self, store: Store, key: str, text: str) -> None:
-        """Have a key removed, unless this process has published another value under it."""
+        """Have a key removed, unless somebody has published another value under it."""
         if self._exiting:
             self._remove_now(store, key, text)
             return
@@ -164,15 +189,12 @@ class _Remover:
     @staticmethod
     def _remove_now(store: Store, key: str, text: str) -> None:
         try:
-            # Another process may publish between the two calls; this one may not.
-            with _changing:
-                if store.compare_set(key, text, "") == b"":
-                    store.delete_key(key)
+            if store.compare_set(key, text, _REMOVED) == _REMOVED.encode():
+                store.delete_key(key)
         except Exception as error:  # noqa: BLE001 - the store may be gone, and all ends then
             log.debug("can't remove %r from the store: %s", key, error)
 
 
-_changing = threading.Lock()
 _remover = _Remover()
 # Registered here and not with the first key: operations end, and their keys go, in other hooks.
 atexit.register(_remover.exit)

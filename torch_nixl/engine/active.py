@@ -14,6 +14,7 @@ from torch_nixl.engine.registry import RegisteredMemory
 from torch_nixl.engine.remotes import Contact, Remote
 from torch_nixl.engine.transfer import TransferOperation
 from torch_nixl.errors import (
+    ClosedError,
     LeaseExpired,
     MetadataError,
     PeerLostError,
@@ -69,7 +70,11 @@ class ActiveOperation(TransferOperation):
             self._stop(refusal(str(self), frame))
 
     def on_revoked(self, frame: wire.Revoke) -> None:
-        if frame.key == self._offer.key:
+        if frame.key != self._offer.key:
+            return
+        if frame.reason is wire.Reason.CLOSED:
+            self._stop(PeerLostError(f"{self}: its owner is closing: {frame.text}"))
+        else:
             self._stop(TransferCancelled(f"{self}: withdrawn by its owner: {frame.text}"))
 
     def expire(self) -> None:
@@ -86,6 +91,12 @@ class ActiveOperation(TransferOperation):
             self._settle()
             return True
         if self._phase is _Phase.CLAIMING:
+            # While the answer is under way there is time. Nothing moves before it is here.
+            try:
+                self._prepare_next()
+            except TorchNixlError as error:
+                self._break(error)
+                return True
             return False
         return self._learn_and_claim()
 
@@ -127,15 +138,16 @@ class ActiveOperation(TransferOperation):
 
     def _tell_owner(self) -> None:
         """Say how it ended: from now on this side touches the owner's memory no more."""
-        if self._phase is not _Phase.LEARNING:
-            assert self.remote is not None
-            outcome, text = _outcome(self._error)
-            if self.remote.contact is not Contact.FOREIGN:
-                self._connection.contacts.send(
-                    self.remote, wire.Done(self._offer.key, self.claim, outcome, text)
-                )
-            elif outcome is wire.Outcome.COMPLETE:
-                self._connection.contacts.send_raw(self.remote, self._offer.key)
+        assert self.remote is not None
+        if self._phase is _Phase.LEARNING or self.remote.lost_error is not None:
+            return  # A lost remote is no longer known to be a foreign one, either.
+        outcome, text = _outcome(self._error)
+        if self.remote.contact is not Contact.FOREIGN:
+            self._connection.contacts.send(
+                self.remote, wire.Done(self._offer.key, self.claim, outcome, text)
+            )
+        elif outcome is wire.Outcome.COMPLETE:
+            self._connection.contacts.send_raw(self.remote, self._offer.key)
 
 
 def refusal(what: str, frame: wire.Refuse) -> TorchNixlError:
@@ -166,7 +178,7 @@ def _outcome(error: BaseException | None) -> tuple[wire.Outcome, str]:
             return wire.Outcome.COMPLETE, ""
         case TransferTimeout():
             return wire.Outcome.TIMED_OUT, str(error)
-        case TransferCancelled():
+        case TransferCancelled() | ClosedError():
             return wire.Outcome.CANCELLED, str(error)
         case _:
             return wire.Outcome.FAILED, str(error)

@@ -78,11 +78,14 @@ class BlobInfo:
         connections: For each backend that can be connected to, its name and the size in bytes of
             its connection information. Empty in partial metadata for agents that know each other.
         sections: The regions, by backend and kind.
+        reach: The bytes that say which agent it is and how to reach it: another incarnation's
+            differ, whatever its name.
     """
 
     agent: str
     connections: tuple[tuple[str, int], ...]
     sections: tuple[RegionList, ...]
+    reach: bytes = b""
 
     @property
     def backends(self) -> frozenset[str]:
@@ -116,6 +119,11 @@ class _Reader:
     def left(self) -> int:
         """Bytes not read yet."""
         return len(self._blob) - self._at
+
+    @property
+    def taken(self) -> bytes:
+        """All bytes read so far."""
+        return self._blob[: self._at]
 
     def literal(self, expected: bytes, what: str) -> None:
         end = self._at + len(expected)
@@ -204,11 +212,12 @@ def parse(blob: bytes) -> BlobInfo:
     reader.literal(b"nixlSerDes|", "its first bytes")
     agent = _name(reader.field(b"Agent", 1, MAX_NAME), "the agent's name")
     connections = _connections(reader)
+    reach = reader.taken
     reader.constant(b"", b"MemSection")
     sections = _sections(reader)
     if reader.left:
         raise MetadataError(f"NIXL metadata has {reader.left} bytes after its end")
-    return BlobInfo(agent, connections, sections)
+    return BlobInfo(agent, connections, sections, reach)
 
 
 def _connections(reader: _Reader) -> tuple[tuple[str, int], ...]:

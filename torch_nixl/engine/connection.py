@@ -57,6 +57,10 @@ DEFAULT_TIMEOUT = 300.0
 ABORT_SECONDS = 5.0
 """How long `abort` waits for threads that are moving bytes: a post takes milliseconds."""
 
+STOP_SHARE = 0.25
+"""Share of `close`'s time that is kept for stopping what has not ended. An agent that dies under a
+transfer costs the other side its connection, and has the library complain on both."""
+
 _numbers = itertools.count(1)
 
 
@@ -406,7 +410,8 @@ class Connection:
         Idempotent. Nobody may call it from a signal handler: it takes locks.
 
         Args:
-            timeout: Seconds after which what has not ended is aborted.
+            timeout: Seconds. What has not ended by the last quarter of them is stopped, on both
+                sides, and what can't be is aborted at their end.
         """
         if self._closed:
             return
@@ -417,8 +422,12 @@ class Connection:
                 if isinstance(operation, PassiveOperation):
                     if operation.grant.state is GrantState.OFFERED:
                         operation.cancel()
-            ended = self.progress.wait_until(self._has_ended, deadline)
-            if ended:
+            patience = deadline_after(timeout * (1 - STOP_SHARE))
+            if not self.progress.wait_until(self._has_ended, patience):
+                for operation in self.operations.all():
+                    operation.shut(ClosedError(f"{operation}: stopped by its connection's end"))
+                self.progress.wait_until(self._has_ended, deadline)
+            if not self.operations.transfers:
                 # Who has just said BYE is not to be sent one: NIXL logs an error for each.
                 self.progress.sweep()
                 # Peers take it as proof that we touch their memory no more.

@@ -265,6 +265,13 @@ class Contacts:
         remote.identity = lost.identity
         return remote
 
+    def on_late_bye(self, name: str) -> None:
+        """Note that a lost remote has left by itself: there is nobody to be contacted again."""
+        with self._lock:
+            lost = self._estranged.pop(name, None)
+        if lost is not None:
+            lost.closed = True
+
     def look_after(self, now: float, waited_for: Iterable[Remote]) -> None:
         """Ping those that someone waits for, and let go of the dead. Called by the driver."""
         for remote in waited_for:

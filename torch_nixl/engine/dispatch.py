@@ -81,7 +81,11 @@ class Dispatcher:
         if isinstance(frame, wire.Hello):
             self._contacts.on_hello(sender, frame, now)
             return
-        remote = self._contacts.get(sender) or self._contacts.hear_again(sender, now)
+        remote = self._contacts.get(sender)
+        if remote is None and isinstance(frame, wire.Bye):
+            self._contacts.on_late_bye(sender)
+            return
+        remote = remote or self._contacts.hear_again(sender, now)
         if remote is None:
             raise MetadataError(f"{type(frame).__name__} from an agent that has not said HELLO")
         remote.hear(now)

@@ -129,9 +129,13 @@ def _close_all() -> None:
         _exiting = True
         # A daemon thread that is inside NIXL when the interpreter ends aborts the process.
         _condition.wait_for(lambda: _num_opening == 0, EXIT_SECONDS)
-    for connection in list(_open):
+    left = list(_open)
+    while left:
+        connection = left.pop()
+        # Each gets its share: one that can't end must not cost the others their farewell.
+        seconds = max(0.0, deadline - time.monotonic()) / (1 + len(left))
         try:
-            connection.close(max(0.0, deadline - time.monotonic()))
+            connection.close(seconds)
         except Exception:
             log.exception("%r could not be closed at exit", connection)
 

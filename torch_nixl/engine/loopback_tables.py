@@ -117,7 +117,8 @@ class Blob:
                 spans = np.array(rows, np.uint64)[:, [1, 2, 0]]
                 sections.append(RegionList("LOOPBACK", kind, np.ascontiguousarray(spans)))
         connections = (("LOOPBACK", 8),) if self.connection else ()
-        return BlobInfo(self.name, connections, tuple(sections))
+        reach = f"{self.incarnation} {self.name}".encode()
+        return BlobInfo(self.name, connections, tuple(sections), reach)
 
     @staticmethod
     def decode(data: bytes) -> Blob:

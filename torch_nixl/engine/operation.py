@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from torch_nixl.engine.registry import RegisteredMemory
-from torch_nixl.errors import TransferTimeout
+from torch_nixl.errors import ClosedError, TransferTimeout
 
 if TYPE_CHECKING:
     from torch_nixl.engine.connection import Connection
@@ -195,6 +195,9 @@ class Operation:
     def expire(self) -> None:
         """End the operation because its time is up."""
         raise NotImplementedError
+
+    def shut(self, error: ClosedError) -> None:
+        """End because the connection is about to: start nothing more, and ask the remote not to."""
 
     def check_quarantine(self) -> None:
         """Release memory that is still held though the operation has ended, once that is safe."""

@@ -14,6 +14,7 @@ from torch_nixl.engine.offer import Offer, OfferedMemory
 from torch_nixl.engine.operation import Operation
 from torch_nixl.engine.registry import RegisteredMemory
 from torch_nixl.errors import (
+    ClosedError,
     LeaseExpired,
     TransferCancelled,
     TransferError,
@@ -95,6 +96,9 @@ class PassiveOperation(Operation):
 
     def cancel(self) -> None:
         self._withdraw(wire.Reason.REVOKED, TransferCancelled(f"{self}: cancelled by its owner"))
+
+    def shut(self, error: ClosedError) -> None:
+        self._withdraw(wire.Reason.CLOSED, error)
 
     def expire(self) -> None:
         offered = self.grant.state is GrantState.OFFERED

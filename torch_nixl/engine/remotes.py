@@ -37,6 +37,7 @@ class Remote:
         name: The agent's name, unique to its incarnation.
         contact: See `Contact`.
         connection_blob: What NIXL needs to reach it, to learn it anew.
+        reach: Of that blob: see `BlobInfo`.
         identity: Which process it is; None until it has said so.
         nonce: What we asked it to echo.
         heard_at: `time.monotonic()` of its last frame.
@@ -69,6 +70,7 @@ class Remote:
         "num_known",
         "ping_after",
         "pinged_at",
+        "reach",
         "sending",
         "silent_since",
     )
@@ -77,6 +79,7 @@ class Remote:
         self.name = name
         self.contact = contact
         self.connection_blob = connection_blob
+        self.reach = b""
         self.identity: Identity | None = None
         self.nonce = b""
         self.heard_at = time.monotonic()
@@ -123,6 +126,8 @@ class Remote:
 
     def learn(self, info: BlobInfo) -> None:
         """Note that the library was given a blob."""
+        if info.connections:
+            self.reach = info.reach
         for key, region in _regions(info):
             regions = self._known.setdefault(key, [])
             if region not in regions:

@@ -77,6 +77,7 @@ class TransferOperation(Operation):
         "_frame",
         "_message",
         "_pieces",
+        "_ready",
         "_spent",
         "counted",
         "moved_nbytes",
@@ -98,6 +99,7 @@ class TransferOperation(Operation):
         self.remote = remote
         self._direction = direction
         self._pieces: Iterator[Piece] | None = plan(connection.progress, local, remote_memories)
+        self._ready: tuple[Transfer, int] | None = None
         self._flight: deque[tuple[Transfer, int]] = deque()
         self._frame = frame
         self._message = b""
@@ -142,11 +144,10 @@ class TransferOperation(Operation):
                     polls -= 1
             posted = 0
             while self._pieces is not None and len(flight) < WINDOW and posted < BURST:
-                piece = None if self._done else next(self._pieces, None)
-                if piece is None:
+                if self._done or not self._prepare_next():
                     self._pieces = None
                     break
-                self._post(piece)
+                self._post_next()
                 posted += 1
                 moved = True
         except TorchNixlError as error:
@@ -161,18 +162,29 @@ class TransferOperation(Operation):
             self._message = self._connection.codec.pack_raw(*self._frame, to=self.remote.name)
         return moved
 
-    def _post(self, piece: Piece) -> None:
+    def _prepare_next(self) -> bool:
+        """Have the next piece ready to be posted; return False if there is none."""
+        if self._ready is not None:
+            return True
+        piece = None if self._pieces is None else next(self._pieces, None)
+        if piece is None:
+            return False
         assert self.remote is not None
-        adapter = self._connection.adapter
         kind, local, remote_kind, remote_spans = piece
-        transfer = adapter.prepare(
+        transfer = self._connection.adapter.prepare(
             self._direction, kind, local, remote_kind, remote_spans, self.remote.name
         )
-        nbytes = spans.total(local)
+        self._ready = transfer, spans.total(local)
+        return True
+
+    def _post_next(self) -> None:
+        assert self._ready is not None
+        transfer, nbytes = self._ready
         if nbytes > SHORT_BYTES:
             self._connection.progress.let_poll()
-        self._flight.append((transfer, nbytes))
-        if adapter.post(transfer):
+        self._flight.append(self._ready)
+        self._ready = None
+        if self._connection.adapter.post(transfer):
             self._flight.pop()
             self._spent.append(transfer)
             self.moved_nbytes += nbytes
@@ -206,6 +218,9 @@ class TransferOperation(Operation):
 
     def _release_spent(self) -> None:
         spent, self._spent = self._spent, []
+        if self._ready is not None:
+            spent.append(self._ready[0])
+            self._ready = None
         with contextlib.suppress(ClosedError):  # Closing has freed them.
             for transfer in spent:
                 self._connection.adapter.release(transfer)
@@ -238,6 +253,9 @@ class TransferOperation(Operation):
 
     def cancel(self) -> None:
         self._stop(TransferCancelled(f"{self}: cancelled"))
+
+    def shut(self, error: ClosedError) -> None:
+        self._stop(error)
 
     def expire(self) -> None:
         self._stop(self._timeout_error(f"with {len(self._flight)} pieces under way"))
