@@ -89,11 +89,9 @@ class ReceiveOperation(Operation):
         self._region: tuple[bytes, BlobInfo] | None = None
         self._moves: list[MoveOperation] = []
         self._pushed = 0
-        self._reading = False
-        self._starting = False
+        self._reading = self._starting = False
         self._failure: BaseException | None = None
-        self.listed = False
-        self.matched = False
+        self.listed = self.matched = False
         self.number = 0
         self.source = source
         self.wanted_source = source
@@ -110,13 +108,18 @@ class ReceiveOperation(Operation):
 
     @property
     def reading(self) -> bool:
-        """Whether its bytes are on their way, and the sender has no part in it."""
+        """Whether its bytes are on their way without the sender."""
         return self._message is not None and not self._pushed
 
     @property
     def moving(self) -> bool:
         """Whether we are reading the sender's memory."""
         return bool(self._moves)
+
+    @property
+    def quarantined(self) -> bool:
+        remote = self.remote
+        return self._done and not self._moves and remote is not None and bool(remote.lost_error)
 
     @property
     def in_flight(self) -> int:
@@ -391,8 +394,5 @@ class ReceiveOperation(Operation):
 
     def hold(self, timeout: float) -> bool:
         # False keeps the memory for ever: the agent dies, but the sender may go on writing.
-        return (
-            not self._pushed
-            or self.remote is None
-            or self._connection.contacts.is_gone(self.remote)
-        )
+        remote = self.remote
+        return not self._pushed or remote is None or self._connection.contacts.is_gone(remote)

@@ -109,6 +109,10 @@ class SendOperation(Operation):
         return self._write is not None
 
     @property
+    def quarantined(self) -> bool:
+        return self._done and not self.moving and self.peer.remote.lost_error is not None
+
+    @property
     def in_flight(self) -> int:
         write = self._write
         return 0 if write is None else write.in_flight
