@@ -45,7 +45,7 @@ def train_alone() -> list[float]:
         parts = []
         for inputs, targets in micro_batches(step):
             loss = nn.functional.mse_loss(model(inputs), targets) / NUM_MICRO_BATCHES
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             parts.append(loss.item())
         optimizer.step()
         losses.append(sum(parts))
@@ -69,7 +69,7 @@ def train_stage(rank: int) -> list[float]:
             for _, targets in micro_batches(step):
                 hidden = torch_nixl.recv_tensor(src=0).requires_grad_()
                 loss = nn.functional.mse_loss(stage(hidden), targets) / NUM_MICRO_BATCHES
-                loss.backward()
+                loss.backward()  # type: ignore[no-untyped-call]
                 assert hidden.grad is not None
                 works.append(torch_nixl.isend_tensor(hidden.grad, dst=0))
                 parts.append(loss.item())
