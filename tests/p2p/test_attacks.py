@@ -169,6 +169,26 @@ def test_altered_frames_harm_nobody_else(
     assert int(other.recv(1)) == 5
 
 
+def test_a_rank_can_refuse_only_what_was_sent_to_it(world: World) -> None:
+    bad, good, other = world(3)
+    for one in (good, other):
+        bad.send(torch.tensor(1), one.rank)
+        one.recv(0)
+    works = [good.isend(torch.ones(count), 2) for count in (3, LARGE)]
+    works += [other.isend(torch.ones(3), 1), good.irecv(2)]
+    works += [good.isend(torch.ones(3), 1), good.irecv(1)]
+    for number in range(100):
+        body = protocol.pack_end(bad._exchange.context, number, protocol.Outcome.FAILED, "forged")
+        bad._exchange.send(bad._exchange.peers[1], protocol.DONE, body)
+    bad.send(torch.tensor(2), 1)
+    good.recv(0)
+    other.recv(1)
+    other.recv(1)
+    for work in works:
+        work.wait(10)
+        assert work.is_success()
+
+
 def test_wrong_ranks_are_refused_before_anything_moves(world: World) -> None:
     a, _ = world()
     for wrong in (-1, 2, 1 << 40, "1", None, 1.0):

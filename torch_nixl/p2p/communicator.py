@@ -133,7 +133,7 @@ class Communicator:
         operation = self._send(tensor, dst, tag, timeout, waiting=False)
         if isinstance(operation, SendOperation):
             return Work(self._exchange, operation)
-        return Work(self._exchange, None, number=operation, nbytes=tensor.nbytes)
+        return Work(self._exchange, None, name=(dst, operation), nbytes=tensor.nbytes)
 
     def _send(
         self, tensor: torch.Tensor, dst: int, tag: int, timeout: float | None, *, waiting: bool
