@@ -20,7 +20,7 @@ from torch_nixl.p2p import protocol
 from torch_nixl.p2p.description import Description
 from torch_nixl.p2p.message import Message
 from torch_nixl.p2p.move import MoveOperation
-from torch_nixl.p2p.peer import Peer, with_rank
+from torch_nixl.p2p.peer import Peer, is_out_of_sight, with_rank
 from torch_nixl.p2p.protocol import Outcome, Route
 from torch_nixl.p2p.sending import error_of, outcome_of
 from torch_nixl.p2p.tensors import Target, from_bytes, make_target, part
@@ -118,8 +118,7 @@ class ReceiveOperation(Operation):
 
     @property
     def quarantined(self) -> bool:
-        remote = self.remote
-        return self._done and not self._moves and remote is not None and bool(remote.lost_error)
+        return self._done and not self.moving and is_out_of_sight(self._connection, self.remote)
 
     @property
     def in_flight(self) -> int:

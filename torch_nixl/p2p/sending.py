@@ -20,7 +20,7 @@ from torch_nixl.errors import (
 from torch_nixl.p2p import protocol
 from torch_nixl.p2p.description import Description
 from torch_nixl.p2p.move import MoveOperation
-from torch_nixl.p2p.peer import Peer, with_rank
+from torch_nixl.p2p.peer import Peer, is_out_of_sight, with_rank
 from torch_nixl.p2p.protocol import Outcome, Place, Route
 from torch_nixl.p2p.tensors import MismatchError, part
 
@@ -110,7 +110,7 @@ class SendOperation(Operation):
 
     @property
     def quarantined(self) -> bool:
-        return self._done and not self.moving and self.peer.remote.lost_error is not None
+        return self._done and not self.moving and is_out_of_sight(self._connection, self.remote)
 
     @property
     def in_flight(self) -> int:
