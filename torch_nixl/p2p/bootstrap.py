@@ -23,7 +23,7 @@ from torch.distributed import Store
 from torch_nixl.engine.envelope import seal, unseal
 from torch_nixl.errors import ClosedError, MetadataError, TransferTimeout
 
-LEAVE_SECONDS = 1.0
+LEAVE_SECONDS = 3.0
 """How long closing waits for the store."""
 
 _SLICE_SECONDS = 1.0
