@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,16 +11,11 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-def test_send_recv_prints_what_each_rank_received() -> None:
+def run_example(name: str) -> str:
+    """Run an example on two ranks; return what it printed."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node=2",
-            str(ROOT / "examples" / "send_recv.py"),
-        ],
+        [sys.executable, *torchrun, str(ROOT / "examples" / name)],
         capture_output=True,
         text=True,
         timeout=100,
@@ -27,6 +23,19 @@ def test_send_recv_prints_what_each_rank_received() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert "rank 1: received [[0, 1, 2], [3, 4, 5]]" in done.stdout
-    assert "rank 1: received [4096, 4096] of torch.float64, 134,217,728 bytes" in done.stdout
-    assert "rank 0: rank 1 says the mean is " in done.stdout
+    return done.stdout
+
+
+def test_send_recv_prints_what_each_rank_received() -> None:
+    printed = run_example("send_recv.py")
+    assert "rank 1: received [[0, 1, 2], [3, 4, 5]]" in printed
+    assert "rank 1: received [4096, 4096] of torch.float64, 134,217,728 bytes" in printed
+    assert "rank 0: rank 1 says the mean is " in printed
+
+
+def test_training_loop_has_the_loss_of_one_process_and_learns() -> None:
+    found = re.search(
+        r"loss from (\S+) to (\S+), as in one process", run_example("training_loop.py")
+    )
+    assert found is not None
+    assert float(found[2]) < 0.5 * float(found[1])

@@ -1,7 +1,9 @@
-"""Fixtures of the field reports: two Connectors in this process."""
+"""Fixtures of the field reports: two Connectors in this process, and two ranks."""
 
 from __future__ import annotations
 
 from connect.pairs import pair
 
-__all__ = ["pair"]
+from field.two import two
+
+__all__ = ["pair", "two"]

@@ -1,7 +1,8 @@
-"""Field reports, group A: strides, views and offsets. Here: descriptors."""
+"""Field reports, group A: strides, views and offsets."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import torch
 from connect.pairs import DEADLINE, Pair
 
+from field.two import Two, two_ranks
 from torch_nixl import connect
 from torch_nixl.testing import Rank, run_ranks
 
@@ -97,3 +99,78 @@ def test_a11_metadata_of_a_slice_is_the_slices(pair: Pair) -> None:
         told = exposed.metadata().descriptors[0]
         assert (told.ptr, told.size) == (x[2:5].data_ptr(), 60)
     assert torch.equal(received(pair, x[2:5]), x[2:5])
+
+
+# Between ranks.
+
+
+def test_a1_p2p_column_slice(two: Two) -> None:
+    x = torch.arange(4).view(2, 2)
+    assert two.move(x[:, 1]).tolist() == [1, 3]
+    assert two.move(x[:, 0]).tolist() == [0, 2]
+
+
+@pytest.mark.parametrize("rows", [4, 500])
+def test_a2_p2p_a_target_that_is_transposed(two: Two, rows: int) -> None:
+    sent = torch.arange(float(rows * rows)).view(rows, rows)
+    target = torch.zeros(rows, rows)
+    two.move(sent, target.t())
+    assert torch.equal(target, sent.t())
+
+
+@pytest.mark.parametrize("rows", [4, 500])
+def test_a3_p2p_column_major_matrix(two: Two, rows: int) -> None:
+    q = torch.linalg.qr(torch.rand(rows, rows))[0].t().contiguous().t()
+    assert not q.is_contiguous()
+    assert torch.equal(two.move(q, torch.empty(rows, rows)), q)
+    assert torch.equal(two.move(q), q)
+
+
+@pytest.mark.parametrize("rows", [10, 20_000])
+def test_a5_p2p_slices_of_one_buffer_into_slices_of_another(two: Two, rows: int) -> None:
+    x, y = torch.arange(10.0 * rows).view(rows, 10), torch.full((rows, 10), -1.0)
+    columns = (slice(0, 3), slice(5, 9))
+    works = []
+    for name, side, peer, buffer in (("irecv", two.b, 0, y), ("isend", two.a, 1, x)):
+        works += side.batch_isend_irecv(
+            [
+                SimpleNamespace(op=name, tensor=buffer[:, part], peer=peer, tag=tag)
+                for tag, part in enumerate(columns)
+            ]
+        )
+    for work in works:
+        work.wait(DEADLINE)
+    expected = torch.full((rows, 10), -1.0)
+    for part in columns:
+        expected[:, part] = x[:, part]
+    assert torch.equal(y, expected)
+
+
+def test_a8_p2p_transposed_numpy_array(two: Two) -> None:
+    sent = torch.from_numpy(np.arange(10).reshape(2, 5).T)
+    assert torch.equal(two.move(sent), sent)
+
+
+@pytest.mark.parametrize("path", ["cma", "tcp", "own rank"])
+def test_a10_p2p_chunks_over_every_path(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if path == "tcp":
+        monkeypatch.setenv("UCX_TLS", "tcp,self")
+    x = torch.arange(640_000.0).view(800, 800)
+    with two_ranks() as two:
+        for part in torch.chunk(x, 2, dim=1):
+            receiver = two.a if path == "own rank" else two.b
+            receive = receiver.irecv(0)
+            work = two.a.isend(part, receiver.rank)
+            received = receive.result(DEADLINE)
+            work.wait(DEADLINE)
+            assert received is not None
+            assert torch.equal(received, part)
+            assert receive.statistics().path == (path if path != "own rank" else "")
+
+
+def test_a11_p2p_what_is_told_of_a_slice_is_the_slices(two: Two) -> None:
+    x = torch.arange(40.0).view(8, 5)
+    two.a.send(x[2:5], 1)
+    told = two.b.probe(0)
+    assert (told.shape, told.nbytes) == ((3, 5), 60)
+    assert torch.equal(two.b.recv(0), x[2:5])

@@ -1,10 +1,12 @@
-"""Field reports, group G: empty, scalar and unusual dtypes. Here: descriptors."""
+"""Field reports, group G: empty, scalar and unusual dtypes."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from connect.pairs import DEADLINE, Pair, pattern
+
+from field.two import LARGE, Two
 
 DTYPES = [
     torch.bool,
@@ -55,3 +57,41 @@ def test_g8_complex_views(pair: Pair) -> None:
     assert torch.equal(source.imag, target)
     with pytest.raises(ValueError, match="resolve_conj"):
         pair.readable(source.conj())
+
+
+# Between ranks.
+
+
+def test_g1_p2p_a_tensor_without_elements(two: Two) -> None:
+    assert two.move(torch.empty(1, 0, 2)).shape == (1, 0, 2)
+    two.move(torch.empty(1, 0, 2), torch.empty(1, 0, 2))
+
+
+def test_g2_p2p_normal_messages_after_empty_ones(two: Two) -> None:
+    for count in (0, 100, 0, LARGE):
+        sent = torch.rand(count)
+        assert torch.equal(two.move(sent, torch.zeros(count)), sent)
+
+
+def test_g4_p2p_empty_messages_take_no_special_case(two: Two) -> None:
+    for size in (0, 1, 0):
+        assert two.move(torch.ones(size)).tolist() == [1.0] * size
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
+@pytest.mark.parametrize("shape", [(), (7, 3), (LARGE,)], ids=["scalar", "matrix", "large"])
+def test_g6_p2p_every_dtype(two: Two, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    content = pattern(torch.empty(shape, dtype=dtype).nbytes)
+    source = torch.from_numpy(content % 2 if dtype is torch.bool else content)
+    received = two.move(source.view(dtype).view(shape))
+    assert (received.dtype, received.shape) == (dtype, shape)
+    assert torch.equal(received.reshape(-1).view(torch.uint8), source)
+
+
+@pytest.mark.parametrize("count", [5, LARGE])
+def test_g8_p2p_complex_views(two: Two, count: int) -> None:
+    source = torch.randn(count, dtype=torch.complex64)
+    assert torch.equal(two.move(source.conj()), source.conj().resolve_conj())
+    assert torch.equal(two.move(source.imag), source.imag)
+    assert torch.equal(two.move(source.conj().imag), source.conj().imag)

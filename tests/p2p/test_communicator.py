@@ -675,3 +675,33 @@ def test_store_is_not_used_after_first_contact(fabric: LoopbackFabric) -> None:
     for one in (a, b):
         one.close()
         one.connection.close()
+
+
+def test_close_does_not_wait_for_a_store_that_never_answers(fabric: LoopbackFabric) -> None:
+    answer = threading.Event()
+
+    class Stuck(HashStore):
+        def delete_key(self, key: str) -> bool:
+            answer.wait(60)
+            return super().delete_key(key)
+
+    store = Stuck()
+    communicator = Communicator(store, 0, 1, connection=Connection(fabric.adapter("alone")))
+    (tidying,) = _closing(communicator)
+    keys = store.num_keys()
+    answer.set()
+    tidying.join(10)
+    assert store.num_keys() < keys
+    communicator.connection.abort()
+
+
+def _closing(communicator: Communicator) -> list[threading.Thread]:
+    """Close it in bounded time; return the threads that this leaves."""
+    before = threading.enumerate()
+    closing = threading.Thread(target=communicator.close, args=(0.1,))
+    closing.start()
+    closing.join(10)
+    assert not closing.is_alive()
+    return [
+        one for one in threading.enumerate() if one not in before and one.name == "torch_nixl store"
+    ]

@@ -15,12 +15,16 @@ import contextlib
 import datetime
 import hashlib
 import secrets
+import threading
 import time
 
 from torch.distributed import Store
 
 from torch_nixl.engine.envelope import seal, unseal
 from torch_nixl.errors import ClosedError, MetadataError, TransferTimeout
+
+LEAVE_SECONDS = 3.0
+"""How long closing waits for the store."""
 
 _SLICE_SECONDS = 1.0
 
@@ -87,10 +91,19 @@ class Bootstrap:
             raise MetadataError(f"rank {rank} has published something else: {error}") from error
 
     def leave(self) -> None:
-        """Remove this rank's keys, and the last one the rest."""
+        """Remove this rank's keys, and the last one the rest.
+
+        Returns after `LEAVE_SECONDS` though the store has not answered: if its host is cut off, it
+        never will, and its calls take no timeout.
+        """
         if self._left:
             return
         self._left = True
+        tidying = threading.Thread(target=self._tidy, name="torch_nixl store", daemon=True)
+        tidying.start()
+        tidying.join(LEAVE_SECONDS)
+
+    def _tidy(self) -> None:
         # A store whose host has ended can't be tidied, and need not be.
         with contextlib.suppress(RuntimeError):
             self._store.delete_key(f"{self._prefix}/{self._rank}")

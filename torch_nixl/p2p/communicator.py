@@ -141,7 +141,7 @@ class Communicator(TreeMethods):
         operation = self._send(tensor, dst, tag, timeout, waiting=False)
         if isinstance(operation, SendOperation):
             return Work(self._exchange, operation)
-        return Work(self._exchange, None, number=operation, nbytes=tensor.nbytes)
+        return Work(self._exchange, None, name=(dst, operation), nbytes=tensor.nbytes)
 
     def _send(
         self, tensor: torch.Tensor, dst: int, tag: int, timeout: float | None, *, waiting: bool
@@ -347,20 +347,19 @@ class Communicator(TreeMethods):
                 one.fail(ClosedError(f"{one}: {why}"))
             if timeout is not None:
                 self._connection.progress.wait_until(
-                    lambda: not exchange.outstanding(), min(deadline, time.monotonic() + 1.0)
+                    exchange.has_ended, min(deadline, time.monotonic() + 1.0)
                 )
         exchange.say_leave()
         self._hub.remove(exchange)
         self._bootstrap.leave()
         if self._shares:
-            leave_connection(
-                self._connection, abort=timeout is None, timeout=timeout or CLOSE_SECONDS
-            )
+            left = max(1.0, deadline - time.monotonic())
+            leave_connection(self._connection, abort=timeout is None, timeout=left)
 
     def _is_quiet(self) -> bool:
         """Whether all that was sent has been received, or has at least reached its rank."""
         exchange = self._exchange
-        return not exchange.outstanding() and not any(
+        return exchange.has_ended() and not any(
             peer.remote.contact is Contact.GREETING for peer in list(exchange.peers.values())
         )
 

@@ -219,6 +219,10 @@ class Exchange:
             peers=len(self.peers),
         )
 
+    def has_ended(self) -> bool:
+        """Whether nothing is outstanding but memory that a lost peer may still touch."""
+        return all(one.quarantined for one in self.outstanding())
+
     def say_leave(self) -> None:
         """Tell the peers that this side ends and touches their memory no more, where that is so."""
         for peer in list(self.peers.values()):

@@ -33,7 +33,8 @@ class Outbox:
 
     Attributes:
         sends: Messages that the receiver may still speak of, by number.
-        refused: What became of messages that were refused after they had gone, by number.
+        refused: What became of messages that were refused after they had gone, by rank and number:
+            no rank may refuse what was sent to another.
         num_sent: Messages that left.
         num_queued: Messages that had to wait for credit.
         num_refused: Messages that had left and were refused.
@@ -47,7 +48,7 @@ class Outbox:
         self._numbers = exchange.numbers
         self._send = exchange.send
         self.sends: dict[int, SendOperation] = {}
-        self.refused: dict[int, BaseException] = {}
+        self.refused: dict[tuple[int, int], BaseException] = {}
         self.num_sent = self.num_queued = self.num_refused = 0
         self.handlers = {
             protocol.CREDIT: self.on_credit,
@@ -212,7 +213,7 @@ class Outbox:
             what = f"message {number} to rank {peer.rank}"
             log.warning("%s was refused: %s", what, text)
             self.num_refused += 1
-            self.refused[number] = error_of(what, outcome, text)
+            self.refused[peer.rank, number] = error_of(what, outcome, text)
             if len(self.refused) > MAX_REFUSED:
                 del self.refused[next(iter(self.refused))]
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from torch_nixl.engine.blob import BlobInfo
 from torch_nixl.engine.operation import Operation
+from torch_nixl.engine.path import NETWORK
 from torch_nixl.errors import MetadataError, PeerLostError
 from torch_nixl.p2p.layout import Layout
 from torch_nixl.p2p.move import Regions
@@ -15,6 +16,7 @@ from torch_nixl.p2p.place import Place, PlacedRegion, pack_place
 from torch_nixl.p2p.protocol import CREDIT_FRAMES, Allowance, Debt, credit_nbytes
 
 if TYPE_CHECKING:
+    from torch_nixl.engine.connection import Connection
     from torch_nixl.engine.remotes import Remote
     from torch_nixl.p2p.exchange import Exchange
     from torch_nixl.p2p.sending import SendOperation
@@ -37,6 +39,13 @@ def with_rank(error: BaseException | None, rank: int | None) -> BaseException | 
     ranked.rank = rank
     ranked.__cause__ = error.__cause__
     return ranked
+
+
+def is_out_of_sight(connection: Connection, remote: Remote | None) -> bool:
+    """Whether a remote was lost that may live on, on another host: only time tells of its end."""
+    if remote is None or remote.lost_error is None:
+        return False
+    return connection.path(remote) in (NETWORK, "unknown")
 
 
 class Peer:

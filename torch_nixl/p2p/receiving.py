@@ -19,7 +19,7 @@ from torch_nixl.p2p.description import Content
 from torch_nixl.p2p.layout import Layout, register_all
 from torch_nixl.p2p.message import Message
 from torch_nixl.p2p.move import MoveOperation, Regions
-from torch_nixl.p2p.peer import Peer, with_rank
+from torch_nixl.p2p.peer import Peer, is_out_of_sight, with_rank
 from torch_nixl.p2p.protocol import Outcome, Route
 from torch_nixl.p2p.sending import error_of, outcome_of
 from torch_nixl.p2p.tensors import Landing, Target
@@ -85,11 +85,9 @@ class ReceiveOperation(Operation):
         self._moves: list[MoveOperation] = []
         self._pushed = 0
         self._size = 0
-        self._reading = False
-        self._starting = False
+        self._reading = self._starting = False
         self._failure: BaseException | None = None
-        self.listed = False
-        self.matched = False
+        self.listed = self.matched = False
         self.number = 0
         self.source = source
         self.wanted_source = source
@@ -105,13 +103,17 @@ class ReceiveOperation(Operation):
 
     @property
     def reading(self) -> bool:
-        """Whether its bytes are on their way, and the sender has no part in it."""
+        """Whether its bytes are on their way without the sender."""
         return self._message is not None and not self._pushed
 
     @property
     def moving(self) -> bool:
         """Whether we are reading the sender's memory."""
         return bool(self._moves)
+
+    @property
+    def quarantined(self) -> bool:
+        return self._done and not self.moving and is_out_of_sight(self._connection, self.remote)
 
     @property
     def in_flight(self) -> int:
@@ -392,8 +394,5 @@ class ReceiveOperation(Operation):
 
     def hold(self, timeout: float) -> bool:
         # False keeps the memory for ever: the agent dies, but the sender may go on writing.
-        return (
-            not self._pushed
-            or self.remote is None
-            or self._connection.contacts.is_gone(self.remote)
-        )
+        remote = self.remote
+        return not self._pushed or remote is None or self._connection.contacts.is_gone(remote)

@@ -22,7 +22,7 @@ from torch_nixl.p2p import protocol
 from torch_nixl.p2p.description import Content
 from torch_nixl.p2p.layout import Layout
 from torch_nixl.p2p.move import MoveOperation
-from torch_nixl.p2p.peer import Peer, with_rank
+from torch_nixl.p2p.peer import Peer, is_out_of_sight, with_rank
 from torch_nixl.p2p.place import Place
 from torch_nixl.p2p.protocol import Outcome, Route
 from torch_nixl.p2p.tensors import MismatchError
@@ -113,6 +113,10 @@ class SendOperation(Operation):
     def moving(self) -> bool:
         """Whether we are writing to the receiver's memory."""
         return self._write is not None
+
+    @property
+    def quarantined(self) -> bool:
+        return self._done and not self.moving and is_out_of_sight(self._connection, self.remote)
 
     @property
     def in_flight(self) -> int:

@@ -37,8 +37,9 @@ if TYPE_CHECKING:
 
 
 class _Gone(NamedTuple):
-    """A message that has left: its number and size."""
+    """A message that has left: to whom, its number there, and its size."""
 
+    rank: int
     number: int
     nbytes: int
 
@@ -247,7 +248,7 @@ class TreeMethods:
 
     def _send_local(self, tag: int, bundle: Bundle, data: Sequence[torch.Tensor]) -> _Gone:
         self._exchange.inbox.post_local(tag, bundle, data)
-        return _Gone(0, bundle.nbytes)
+        return _Gone(self._exchange.rank, 0, bundle.nbytes)
 
     def _send_eager(
         self,
@@ -260,7 +261,7 @@ class TreeMethods:
         sent = self._exchange.outbox.submit_eager(
             peer, tag, bundle, buffer, host_address(buffer), deadline
         )
-        return sent if isinstance(sent, SendOperation) else _Gone(sent, bundle.nbytes)
+        return sent if isinstance(sent, SendOperation) else _Gone(peer.rank, sent, bundle.nbytes)
 
     def _submit(self, operation: SendOperation, *, packed: bool, waiting: bool) -> SendOperation:
         operation.packed = packed
@@ -275,7 +276,7 @@ class TreeMethods:
     def _work_of(self, sent: SendOperation | _Gone) -> Work:
         if isinstance(sent, SendOperation):
             return Work(self._exchange, sent)
-        return Work(self._exchange, None, number=sent.number, nbytes=sent.nbytes)
+        return Work(self._exchange, None, name=(sent.rank, sent.number), nbytes=sent.nbytes)
 
     # Receiving.
 

@@ -47,19 +47,19 @@ class Work:
     shows here if it refuses it.
     """
 
-    __slots__ = ("_exchange", "_nbytes", "_number", "_operation")
+    __slots__ = ("_exchange", "_name", "_nbytes", "_operation")
 
     def __init__(
         self,
         exchange: Exchange,
         operation: SendOperation | ReceiveOperation | None,
         *,
-        number: int = 0,
+        name: tuple[int, int] | None = None,
         nbytes: int = 0,
     ) -> None:
         self._exchange = exchange
         self._operation = operation
-        self._number = number
+        self._name = name
         self._nbytes = nbytes
 
     def wait(self, timeout: float | None = None) -> None:
@@ -104,7 +104,7 @@ class Work:
         operation = self._operation
         if operation is not None and operation.error is not None:
             return operation.error
-        return self._exchange.outbox.refused.get(self._refused_number())
+        return self._refusal()
 
     def source_rank(self) -> int:
         """The rank that a received message came from.
@@ -189,16 +189,19 @@ class Work:
             queued=isinstance(operation, SendOperation) and operation.cost > 0,
         )
 
-    def _refused_number(self) -> int:
-        operation = self._operation
-        return operation.number if isinstance(operation, SendOperation) else self._number
+    def _refusal(self) -> BaseException | None:
+        refused = self._exchange.outbox.refused
+        if not refused:
+            return None
+        operation, name = self._operation, self._name
+        if isinstance(operation, SendOperation):
+            name = operation.peer.rank, operation.number
+        return None if name is None else refused.get(name)
 
     def _check_refused(self) -> None:
-        refused = self._exchange.outbox.refused
-        if refused:
-            error = refused.get(self._refused_number())
-            if error is not None:
-                raise copy.copy(error)
+        error = self._refusal()
+        if error is not None:
+            raise copy.copy(error)
 
     def __repr__(self) -> str:
         state = "pending"
