@@ -10,7 +10,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-def test_send_recv_prints_what_each_rank_received() -> None:
+def run(example: str) -> str:
+    """Run an example on two ranks; return what they print."""
     done = subprocess.run(
         [
             sys.executable,
@@ -18,7 +19,7 @@ def test_send_recv_prints_what_each_rank_received() -> None:
             "torch.distributed.run",
             "--standalone",
             "--nproc-per-node=2",
-            str(ROOT / "examples" / "send_recv.py"),
+            str(ROOT / "examples" / example),
         ],
         capture_output=True,
         text=True,
@@ -27,6 +28,17 @@ def test_send_recv_prints_what_each_rank_received() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert "rank 1: received [[0, 1, 2], [3, 4, 5]]" in done.stdout
-    assert "rank 1: received [4096, 4096] of torch.float64, 134,217,728 bytes" in done.stdout
-    assert "rank 0: rank 1 says the mean is " in done.stdout
+    return done.stdout
+
+
+def test_send_recv_prints_what_each_rank_received() -> None:
+    printed = run("send_recv.py")
+    assert "rank 1: received [[0, 1, 2], [3, 4, 5]]" in printed
+    assert "rank 1: received [4096, 4096] of torch.float64, 134,217,728 bytes" in printed
+    assert "rank 0: rank 1 says the mean is " in printed
+
+
+def test_channel_prints_the_sum_of_every_step() -> None:
+    printed = run("channel.py")
+    for step in range(6):
+        assert f"rank 1: step {step}, sum {8 * 512 * 512 * step}" in printed
