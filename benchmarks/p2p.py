@@ -27,6 +27,7 @@ from torch_nixl.p2p.protocol import EAGER_NBYTES
 
 SIZES = (8, 8 << 10, 64 << 10, 1 << 20, 16 << 20, 256 << 20)
 LARGEST = SIZES[-1]
+CHANNELS = ((1, 64 << 10), (1, 1 << 20), (1, 64 << 20), (64, 16 << 10))
 RATE_MESSAGES = 2000
 ROUNDS = 7
 
@@ -145,6 +146,51 @@ def latency(side: Side, raw: Raw, buffer: torch.Tensor) -> None:
         side.rows.append(
             Row(f"{what}, p99", p99 * 1e6, "us", 10.0, ours * 1e6, note="rival: our own p50")
         )
+
+
+def channels(side: Side, buffer: torch.Tensor) -> None:
+    """A step of a channel against the same tensors sent one by one, by us and by Gloo."""
+    other = 1 - side.rank
+    communicator = torch_nixl.get_communicator()
+    for tag, (num_tensors, nbytes) in enumerate(CHANNELS):
+        tree = list(buffer[: num_tensors * nbytes].clone().chunk(num_tensors))
+        channel = communicator.channel(other, like=tree, tag=tag)
+        count = max(4, min(400, (256 << 20) // (num_tensors * nbytes)))
+
+        def measure(send: Any, receive: Any) -> float:
+            seconds = half_round_trips(side, send, receive, count)  # noqa: B023
+            return percentile(seconds[len(seconds) // 8 :], 0.5)
+
+        def one_by_one(call: Any) -> Any:
+            return lambda: [call(tensor) for tensor in tree]  # noqa: B023
+
+        def send_all() -> None:
+            for work in [communicator.isend(tensor, other) for tensor in tree]:  # noqa: B023
+                work.wait()
+
+        figures = interleave(
+            {
+                "channel": lambda: measure(channel.send, channel.recv),  # noqa: B023
+                "ours": lambda: measure(
+                    (lambda: communicator.send(tree[0], other))  # noqa: B023
+                    if num_tensors == 1  # noqa: B023
+                    else send_all,
+                    one_by_one(lambda tensor: communicator.recv(other, out=tensor)),
+                ),
+                "gloo": lambda: measure(
+                    one_by_one(lambda tensor: dist.send(tensor, other)),
+                    one_by_one(lambda tensor: dist.recv(tensor, other)),
+                ),
+            },
+            rounds=5,
+        )
+        channel.close()
+        if side.rank:
+            continue
+        what = f"channel, {num_tensors} x {_name(nbytes)}, p50"
+        step, ours, gloo = (median(figures[name]) * 1e6 for name in ("channel", "ours", "gloo"))
+        side.rows.append(Row(what, step, "us", 1.0, ours, note="send and recv"))
+        side.rows.append(Row(what, step, "us", 0.6, gloo, note="Gloo"))
 
 
 def rate(side: Side) -> None:
@@ -297,6 +343,7 @@ def body(side: Side) -> None:
     with torch_nixl.init():
         latency(side, raw, buffer)
         tree(side)
+        channels(side, buffer)
         rate(side)
         overhead(side)
         side.exchange(None)

@@ -82,6 +82,7 @@ PURE = {
     "torch_nixl.p2p.matching": frozenset[str](),
     "torch_nixl.p2p.place": frozenset({"numpy"}),
     "torch_nixl.p2p.protocol": frozenset[str](),
+    "torch_nixl.p2p.terms": frozenset[str](),
 }
 
 NIXL_PACKAGES = {"nixl", "nixl_cu12", "nixl_cu13", "nixl_rocm", "nixl_meta_utils"}

@@ -29,9 +29,11 @@ if TYPE_CHECKING:
         TransferError,
         TransferTimeout,
     )
+    from torch_nixl.p2p.channel import Channel
     from torch_nixl.p2p.communicator import Communicator
     from torch_nixl.p2p.functions import (
         batch_isend_irecv,
+        channel,
         get_communicator,
         init,
         irecv_object,
@@ -56,6 +58,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BackendError",
+    "Channel",
     "ClosedError",
     "Communicator",
     "IncompatibleError",
@@ -77,6 +80,7 @@ __all__ = [
     "Work",
     "__version__",
     "batch_isend_irecv",
+    "channel",
     "connect",
     "get_communicator",
     "init",
@@ -101,6 +105,7 @@ __all__ = [
 # Where each public name lives. `TYPE_CHECKING` above says the same to type checkers.
 _HOMES = {
     "BackendError": "torch_nixl.errors",
+    "Channel": "torch_nixl.p2p.channel",
     "ClosedError": "torch_nixl.errors",
     "Communicator": "torch_nixl.p2p.communicator",
     "IncompatibleError": "torch_nixl.errors",
@@ -121,6 +126,7 @@ _HOMES = {
     "TreeWork": "torch_nixl.p2p.work",
     "Work": "torch_nixl.p2p.work",
     "batch_isend_irecv": "torch_nixl.p2p.functions",
+    "channel": "torch_nixl.p2p.functions",
     "get_communicator": "torch_nixl.p2p.functions",
     "init": "torch_nixl.p2p.functions",
     "irecv_object": "torch_nixl.p2p.functions",

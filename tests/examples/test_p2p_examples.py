@@ -39,3 +39,9 @@ def test_training_loop_has_the_loss_of_one_process_and_learns() -> None:
     )
     assert found is not None
     assert float(found[2]) < 0.5 * float(found[1])
+
+
+def test_channel_prints_the_sum_of_every_step() -> None:
+    printed = run_example("channel.py")
+    for step in range(6):
+        assert f"rank 1: step {step}, sum {8 * 512 * 512 * step}" in printed

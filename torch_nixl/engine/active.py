@@ -39,6 +39,8 @@ class ActiveOperation(TransferOperation):
 
     __slots__ = ("_infos", "_offer", "_phase", "claim")
 
+    starts_counted = False
+
     def __init__(
         self,
         connection: Connection,

@@ -34,6 +34,7 @@ from torch_nixl.engine.memory import Memory, require_writable
 from torch_nixl.engine.offer import Offer
 from torch_nixl.engine.operation import Operation, deadline_after
 from torch_nixl.engine.passive import PassiveOperation
+from torch_nixl.engine.prepared import PreparedLists
 from torch_nixl.engine.progress import (
     EXPOSED_SECONDS,
     IDLE_SECONDS,
@@ -101,6 +102,7 @@ class Connection:
         self.counters = Counters()
         self.operations = OperationTable(self.lock)
         self.contacts = Contacts(self)
+        self.prepared = PreparedLists(self)
         self._dispatcher = Dispatcher(self)
         self._claim_numbers = itertools.count(1)
         self._reachable = False

@@ -216,6 +216,24 @@ class Contacts:
                 remote.flight += 1
         return True
 
+    def rejoin(self, remote: Remote, epochs: Iterable[int]) -> bool:
+        """Count one more operation in `flight` if nothing was forgotten since.
+
+        Returns:
+            False if the regions must be learned (anew) first.
+
+        Raises:
+            PeerLostError: The remote is lost.
+        """
+        if remote.lost_error is not None:
+            raise PeerLostError(str(remote.lost_error), remote=remote.name)
+        with remote.learning:
+            if remote.crowded or any(epoch != remote.epoch for epoch in epochs):
+                return False
+            with self._lock:
+                remote.flight += 1
+        return True
+
     def lose(self, remote: Remote, error: BaseException) -> None:
         """Note that a remote is gone: everything that waits for it ends with PeerLostError."""
         with self._lock:
@@ -239,6 +257,7 @@ class Contacts:
                 operation.on_lost(
                     PeerLostError(f"{operation}: the peer is lost: {error}", remote=remote.name)
                 )
+        self._connection.prepared.lose(remote)
         self._connection.progress.kick()
 
     def hear_again(self, name: str, now: float) -> Remote | None:

@@ -45,6 +45,8 @@ class Remote:
         closed: It said that it leaves and won't touch our memory any more.
         greeted: Our HELLO is out, if it takes one: other frames may follow.
         flight: Number of our operations that may have transfers to it under way.
+        epoch: How often the library has forgotten its regions: what was looked up in one epoch is
+            of no use in the next.
         lost_at: `time.monotonic()` of its loss.
         learning: Held while the library is told of its regions.
         crowded: An operation waits for all others to end, so that regions can be forgotten.
@@ -58,6 +60,7 @@ class Remote:
         "connection_blob",
         "contact",
         "crowded",
+        "epoch",
         "flight",
         "greeted",
         "heard_at",
@@ -93,6 +96,7 @@ class Remote:
         self.lost_at = 0.0
         self.learning = threading.Lock()
         self.crowded = False
+        self.epoch = 0
         self.sending = threading.Lock()
         self.num_known = 0
         self._known: dict[tuple[MemoryKind, int], list[tuple[int, int]]] = {}
@@ -146,6 +150,7 @@ class Remote:
         self._known.clear()
         self._learned.clear()
         self.num_known = 0
+        self.epoch += 1
 
     def hear(self, now: float) -> None:
         """Note a frame from it."""

@@ -277,7 +277,7 @@ def pieces(a: Spans, b: Spans, *, max_bytes: int, max_spans: int) -> list[tuple[
     if len(a) == 1 and longest <= max_bytes:
         return [(a, b)]
     if longest > max_bytes:
-        a, b = _cut_long(a, b, max_bytes)
+        a, b = cut(a, b, max_bytes)
     lengths = a[:, 1]
     ends = np.cumsum(lengths, dtype=_UINT64)
     limit = _UINT64.type(min(max_bytes, int(ends[-1])))
@@ -325,8 +325,14 @@ def _cut_at(spans: Spans, ends: Spans, begins: Spans, lengths: Spans) -> Spans:
     return result
 
 
-def _cut_long(a: Spans, b: Spans, max_bytes: int) -> tuple[Spans, Spans]:
-    """Cut paired spans longer than `max_bytes` into spans of that size and a rest."""
+def cut(a: Spans, b: Spans, max_bytes: int) -> tuple[Spans, Spans]:
+    """Cut paired spans longer than `max_bytes` into spans of that size and a rest.
+
+    Args:
+        a: ``[n, 2]``, or ``[n, 3]`` with a device id that goes along.
+        b: ``[n, 2]`` or ``[n, 3]``, row by row as large as `a`: what `pair` returned.
+        max_bytes: Most bytes of a span.
+    """
     limit = _UINT64.type(max_bytes)
     lengths = a[:, 1]
     counts = (lengths - _UINT64.type(1)) // limit + _UINT64.type(1)

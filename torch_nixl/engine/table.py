@@ -84,7 +84,7 @@ class OperationTable:
                 self.transfers[operation] = None
                 if isinstance(operation, ActiveOperation):
                     self._claims[operation.claim] = operation
-                else:
+                if operation.starts_counted:
                     assert operation.remote is not None
                     operation.remote.flight += 1
                     operation.counted = True

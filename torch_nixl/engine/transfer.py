@@ -63,7 +63,9 @@ class TransferOperation(Operation):
         frame: Kind and body of a frame to send once all bytes are visible to the remote.
 
     Attributes:
-        counted: Whether it is counted in its remote's `flight`.
+        starts_counted: Whether it counts in its remote's `flight` from the start, rather than once
+            the library knows of the remote's regions.
+        counted: Whether it is counted there.
         moved_nbytes: Bytes of the pieces that are final.
 
     It may start at once: whoever makes one has been granted access by the remote, by this
@@ -82,6 +84,8 @@ class TransferOperation(Operation):
         "counted",
         "moved_nbytes",
     )
+
+    starts_counted = True
 
     def __init__(
         self,

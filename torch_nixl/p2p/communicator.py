@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Iterable
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -42,7 +42,10 @@ from torch_nixl.p2p.work import Work
 if TYPE_CHECKING:
     from torch.distributed import Store
 
+    from torch_nixl.p2p.channel import Channel
     from torch_nixl.p2p.peer import Peer
+
+T = TypeVar("T")
 
 CLOSE_SECONDS = 5.0
 """How long `close` waits for what was sent to be received."""
@@ -293,6 +296,55 @@ class Communicator(TreeMethods):
                     works[index] = self.isend(one.tensor, one.peer, tag=tag)
         return [works[index] for index in range(len(operations))]
 
+    # Channels.
+
+    def channel(
+        self, peer: int, *, like: T, tag: int = 0, timeout: float | None = None
+    ) -> Channel[T]:
+        """Make a channel: the same tensors, moved to or from a rank again and again.
+
+        Both ranks make it, with the same tag and trees alike, in any order with other channels: it
+        waits for the other rank to have made its Communicator, but not its channel; the first
+        step does. It then costs no registration, no metadata and no use of the store.
+
+        Args:
+            peer: The other rank.
+            like: A tensor, or dicts, lists and tuples of tensors; any strides and dtypes. Their
+                memory on this rank is what is sent from and received into.
+            tag: 0 or more: sets channels between two ranks apart. Messages have tags of their own.
+            timeout: Seconds until the other rank must have made its Communicator; this one's own by
+                default.
+
+        Raises:
+            TypeError, ValueError: A tensor can't be moved as it lies, there is no such rank, it is
+                this rank's own, or a channel with this rank and tag is open.
+            TransferTimeout: The other rank made no Communicator in time.
+            RegistrationError: NIXL refused the memory.
+            PeerLostError: The other rank died or closed.
+            ClosedError: This Communicator is closed.
+        """
+        from torch_nixl.p2p.channel import Channel
+
+        return Channel(self, peer, like, tag, timeout)
+
+    def contact_for_channel(
+        self, peer: int, tag: int, timeout: float | None
+    ) -> tuple[Exchange, Peer]:
+        """Meet the other end of a channel. For `Channel`.
+
+        Raises:
+            ValueError: No such rank or tag, or this rank's own.
+            TransferTimeout, PeerLostError, ClosedError: As `channel`.
+        """
+        if not 0 <= tag <= protocol.MAX_TAG:
+            raise ValueError(f"tag={tag}: expected 0 to 2^63 - 1")
+        if peer == self.rank:
+            raise ValueError(f"peer={peer}: a channel needs another rank than its own")
+        known = self._exchange.peers.get(peer)
+        if known is None:
+            known = self._meet(peer, "peer", self._deadline(timeout))
+        return self._exchange, known
+
     # Contact.
 
     def _meet(self, rank: int, name: str, deadline: float | None) -> Peer:
@@ -338,7 +390,7 @@ class Communicator(TreeMethods):
         deadline = time.monotonic() + (timeout or 0.0)
         outstanding = exchange.outstanding()
         for one in outstanding:
-            if timeout is None or isinstance(one, ReceiveOperation):
+            if timeout is None or one.incoming:
                 one.fail(ClosedError(f"{one}: {why}"))
         with contextlib.suppress(ClosedError):
             if timeout is not None:
@@ -349,6 +401,7 @@ class Communicator(TreeMethods):
                 self._connection.progress.wait_until(
                     exchange.has_ended, min(deadline, time.monotonic() + 1.0)
                 )
+            exchange.channels.close()
         exchange.say_leave()
         self._hub.remove(exchange)
         self._bootstrap.leave()

@@ -13,20 +13,24 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from torch_nixl.errors import ClosedError, MetadataError, PeerLostError
 from torch_nixl.p2p import protocol
+from torch_nixl.p2p.channels import Channels
 from torch_nixl.p2p.inbox import Inbox
 from torch_nixl.p2p.outbox import Outbox
 from torch_nixl.p2p.peer import Peer
 from torch_nixl.p2p.receiving import ReceiveOperation
 from torch_nixl.p2p.sending import SendOperation
+from torch_nixl.p2p.step import StepOperation
 from torch_nixl.p2p.values import CommunicatorStatistics
 
 if TYPE_CHECKING:
     from torch_nixl.engine.connection import Connection
     from torch_nixl.engine.remotes import Remote
+
+Watched: TypeAlias = SendOperation | ReceiveOperation | StepOperation
 
 
 class Exchange:
@@ -63,9 +67,11 @@ class Exchange:
         self.closed: BaseException | None = None
         self.outbox = Outbox(self)
         self.inbox = Inbox(self)
+        self.channels = Channels(self)
         self.handlers: dict[int, Callable[[Peer, bytes], None]] = {
             **self.outbox.handlers,
             **self.inbox.handlers,
+            **self.channels.handlers,
             protocol.LEAVE: self.on_leave,
         }
 
@@ -134,12 +140,16 @@ class Exchange:
     def lose(self, peer: Peer, error: BaseException) -> None:
         """A peer's agent is gone. Its operations have been told, or are being told."""
         name, rank = peer.remote.name, peer.rank
-        self._part(peer, PeerLostError(f"rank {rank} is lost: {error}", remote=name, rank=rank))
+        lost = PeerLostError(f"rank {rank} is lost: {error}", remote=name, rank=rank)
+        self._part(peer, lost)
+        self.channels.lose(peer, lost)
 
     def on_leave(self, peer: Peer, body: bytes) -> None:
         """A peer closed its Communicator, and touches no memory of ours any more."""
         name, rank = peer.remote.name, peer.rank
-        self._part(peer, PeerLostError(f"rank {rank} has closed ({name})", remote=name, rank=rank))
+        error = PeerLostError(f"rank {rank} has closed ({name})", remote=name, rank=rank)
+        self._part(peer, error)
+        self.channels.leave(peer, error)
         with self.lock:
             sends = [one for one in (*self.outbox.sends.values(), *peer.queue) if one.peer is peer]
             receives = [one for one in self.inbox.receiving if one.watched is peer]
@@ -168,7 +178,7 @@ class Exchange:
         """Whether all other ranks were met and are gone."""
         return 0 < self._num_gone == self.world_size - 1
 
-    def watch(self, operation: SendOperation | ReceiveOperation, peer: Peer) -> None:
+    def watch(self, operation: Watched, peer: Peer) -> None:
         """Have a peer looked after until the operation is forgotten."""
         with self.lock:
             if operation.watched is None:
@@ -181,7 +191,7 @@ class Exchange:
             error = PeerLostError(f"{operation}: {lost}", remote=peer.remote.name)
             self.connection.progress.call_later([lambda: operation.on_lost(error)])
 
-    def unwatch(self, operation: SendOperation | ReceiveOperation) -> None:
+    def unwatch(self, operation: Watched) -> None:
         peer = operation.watched
         if peer is not None:
             operation.watched = None
@@ -201,11 +211,16 @@ class Exchange:
         if peer.error is not None:
             raise PeerLostError(str(peer.error), remote=peer.remote.name, rank=peer.rank)
 
-    def outstanding(self) -> list[SendOperation | ReceiveOperation]:
+    def outstanding(self) -> list[Watched]:
         """What has not ended: sends first."""
         with self.lock:
             queued = [one for peer in self.peers.values() for one in peer.queue]
-            return [*self.outbox.sends.values(), *queued, *self.inbox.receiving]
+            return [
+                *self.outbox.sends.values(),
+                *queued,
+                *self.channels.steps(),
+                *self.inbox.receiving,
+            ]
 
     def statistics(self) -> CommunicatorStatistics:
         """What was sent and received so far."""

@@ -7,12 +7,13 @@ import os
 import threading
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from torch_nixl.engine.connection import DEFAULT_TIMEOUT
+from torch_nixl.p2p.channel import Channel
 from torch_nixl.p2p.communicator import Communicator
 from torch_nixl.p2p.fitting import NOTHING
 from torch_nixl.p2p.values import SendOrReceive
@@ -20,6 +21,8 @@ from torch_nixl.p2p.work import TreeWork, Work
 
 if TYPE_CHECKING:
     Group: TypeAlias = "dist.ProcessGroup | Communicator | None"
+
+T = TypeVar("T")
 
 _lock = threading.RLock()
 _default: Communicator | None = None
@@ -311,6 +314,21 @@ def batch_isend_irecv(operations: Iterable[SendOrReceive]) -> list[Work]:
             for one in operations
         ]
     return _find(group).batch_isend_irecv(entries)
+
+
+def channel(
+    peer: int,
+    *,
+    like: T,
+    tag: int = 0,
+    group: Group = None,
+    timeout: float | None = None,
+) -> Channel[T]:
+    """Make a channel: the same tensors, moved again and again. See `Communicator.channel`.
+
+    With a process group, `peer` is a global rank, as in c10d.
+    """
+    return _find(group).channel(_rank_in(group, peer), like=like, tag=tag, timeout=timeout)
 
 
 class _Entry:

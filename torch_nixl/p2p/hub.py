@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from torch_nixl.engine.connection import Connection
 from torch_nixl.errors import MetadataError
-from torch_nixl.p2p import protocol
+from torch_nixl.p2p import protocol, terms
 from torch_nixl.p2p.exchange import Exchange
 
 if TYPE_CHECKING:
@@ -28,6 +28,9 @@ _ANSWERED = frozenset(
         protocol.WANT,
         protocol.CANCEL,
         protocol.HELP,
+        terms.CHANNEL,
+        terms.READY,
+        terms.BYTES,
     }
 )
 
@@ -45,7 +48,7 @@ class Hub:
         self._exchanges: dict[int, Exchange] = {}
         self.lock = threading.RLock()
         connection.route(protocol.INTRO, self._on_intro)
-        for kind in protocol.KINDS:
+        for kind in (*protocol.KINDS, *terms.KINDS):
             if kind != protocol.INTRO:
                 connection.route(kind, self._route(kind))
 

@@ -41,6 +41,8 @@ class MoveOperation(TransferOperation):
 
     __slots__ = ("_blobs", "_infos", "_owner", "_told")
 
+    starts_counted = False
+
     def __init__(
         self,
         connection: Connection,
@@ -95,11 +97,6 @@ class MoveOperation(TransferOperation):
         except BaseException:
             self._release()
             raise
-        # Not under way yet: `learn` counts it, once there is room for the region.
-        with connection.lock:
-            assert self.remote is not None
-            self.remote.flight -= 1
-            self.counted = False
         connection.progress.kick()
 
     def _advance(self) -> bool:

@@ -39,7 +39,7 @@ CANCEL: Final = 40
 LEAVE: Final = 41
 HELP: Final = 42
 KINDS: Final = (INTRO, EAGER, OFFER, DONE, PUSH, FILLED, CREDIT, WANT, CANCEL, LEAVE, HELP)
-"""Kinds of frames; 43 to 63 are kept for channels and collectives."""
+"""Kinds of frames; 48 to 55 are those of channels (`terms.py`)."""
 
 EAGER_NBYTES: Final = 64 << 10
 """Largest message that travels in its frame."""

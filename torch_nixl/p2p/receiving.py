@@ -67,6 +67,8 @@ class ReceiveOperation(Operation):
         "watched",
     )
 
+    incoming = True
+
     def __init__(
         self,
         exchange: Exchange,

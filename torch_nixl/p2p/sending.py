@@ -75,6 +75,8 @@ class SendOperation(Operation):
         "watched",
     )
 
+    incoming = False
+
     def __init__(
         self,
         exchange: Exchange,

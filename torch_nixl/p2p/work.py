@@ -15,6 +15,7 @@ from torch_nixl.errors import TransferError
 from torch_nixl.p2p.protocol import Route
 from torch_nixl.p2p.receiving import ReceiveOperation
 from torch_nixl.p2p.sending import SendOperation
+from torch_nixl.p2p.step import StepOperation
 
 if TYPE_CHECKING:
     from torch_nixl.p2p.exchange import Exchange
@@ -52,7 +53,7 @@ class Work:
     def __init__(
         self,
         exchange: Exchange,
-        operation: SendOperation | ReceiveOperation | None,
+        operation: SendOperation | ReceiveOperation | StepOperation | None,
         *,
         name: tuple[int, int] | None = None,
         nbytes: int = 0,
@@ -83,7 +84,10 @@ class Work:
         self._check_refused()
 
     def result(self, timeout: float | None = None) -> torch.Tensor | None:
-        """What was received, once it is; None for a send. Waits and raises as `wait` does."""
+        """What was received, once it is; None for a send. Waits and raises as `wait` does.
+
+        None for a step of a channel, too, whose tensors the program has.
+        """
         self.wait(timeout)
         operation = self._operation
         if isinstance(operation, ReceiveOperation):
