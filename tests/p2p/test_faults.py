@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
@@ -163,3 +165,26 @@ def test_frames_of_a_closed_communicator_are_answered(world: World) -> None:
     b._hub.remove(b._exchange)
     with pytest.raises(PeerLostError, match="rank 1 has closed"):
         a.isend(torch.ones(LARGE), 1).wait(10)
+
+
+def test_what_a_rank_sent_before_it_closed_is_received(world: World) -> None:
+    a, b = world()
+    receive = b.irecv(0)  # b greets a, and is not answered while it takes nothing in
+    closing = threading.Thread(target=close_all, args=(a,))
+    with b.connection.progress._driving:
+        a.send(torch.arange(4.0), 1)
+        closing.start()
+        closing.join(0.2)
+        assert closing.is_alive(), "it left before its message could arrive"
+    received = receive.result()
+    assert received is not None
+    assert torch.equal(received, torch.arange(4.0))
+    closing.join(20)
+    assert not closing.is_alive()
+    with pytest.raises(PeerLostError):
+        b.recv(0, timeout=20)
+
+
+def close_all(communicator: Communicator) -> None:
+    communicator.close()
+    communicator.connection.close()

@@ -108,6 +108,8 @@ class Contacts:
                 self._remotes[name] = remote
             if remote.contact is Contact.GREETING:
                 self._greet(remote)
+                if remote.broken is not None:
+                    self.lose(remote, remote.broken)
             remote.greeted = True
             if remote.lost_error is not None:
                 raise PeerLostError(f"{name} can't be reached: {remote.lost_error}", remote=name)
@@ -168,12 +170,20 @@ class Contacts:
             remote.contact = Contact.READY
             remote.hear(now)
             self.send(remote, answer)
-            if remote.lost_error is None:
+            if remote.broken is None:
+                return
+            # What it sent before may have come with this HELLO, its BYE too.
+            self._connection.poll()
+            self.lose(remote, remote.broken)
+            if remote.closed:
                 return
 
     def on_hello_ack(self, remote: Remote, frame: wire.HelloAck) -> None:
         """Note that contact is made. Runs in the driver."""
-        if frame.nonce == remote.nonce and remote.contact is Contact.GREETING:
+        if frame.nonce != remote.nonce:
+            return
+        remote.answered = True
+        if remote.contact is Contact.GREETING:
             remote.contact = Contact.READY
             remote.identity = frame.identity
 
@@ -234,12 +244,27 @@ class Contacts:
                 remote.flight += 1
         return True
 
+    def part(self, remote: Remote, error: BaseException) -> None:
+        """Note that the way to a remote is broken: it is lost once what it sent is taken in.
+
+        That may have arrived, and would be lost with it otherwise: a rank may send and close.
+        """
+        if remote.broken is not None:
+            return
+        remote.broken = error
+
+        def lose() -> None:
+            self._connection.progress.sweep()
+            self.lose(remote, error)
+
+        self._connection.progress.call_later([lose])
+
     def lose(self, remote: Remote, error: BaseException) -> None:
         """Note that a remote is gone: everything that waits for it ends with PeerLostError."""
         with self._lock:
             if remote.lost_error is not None:
                 return
-            remote.lost_error = error
+            remote.broken = remote.lost_error = error
             remote.lost_at = time.monotonic()
             remote.contact = Contact.LOST
             if self._remotes.get(remote.name) is remote:
@@ -314,6 +339,8 @@ class Contacts:
             if now - remote.heard_at > MAX_PING_SECONDS:
                 self._watch(remote, now)
         elif not host.is_alive(identity):
+            # What it sent before it died.
+            self._connection.poll()
             error = PeerLostError(f"the process of {remote.name} has ended", remote=remote.name)
             self.lose(remote, error)
 
@@ -396,11 +423,11 @@ class Contacts:
 
     def _note(self, remote: Remote, error: TorchNixlError | None) -> None:
         if error is not None:
-            self.lose(remote, error)
+            self.part(remote, error)
 
     def _notify(self, remote: Remote, data: bytes) -> TorchNixlError | None:
         """Hand a message to the library; return why the remote must count as lost."""
-        if remote.lost_error is not None or self._connection.closed:
+        if remote.broken is not None or self._connection.closed:
             return None
         try:
             try:

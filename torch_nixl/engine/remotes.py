@@ -42,6 +42,8 @@ class Remote:
         nonce: What we asked it to echo.
         heard_at: `time.monotonic()` of its last frame.
         silent_since: When the first ping since then went out; None if none has.
+        answered: It has had our HELLO: what we send arrives, also if we end right after.
+        broken: Why nothing can be sent to it any more; it is lost once what it sent is taken in.
         closed: It said that it leaves and won't touch our memory any more.
         greeted: Our HELLO is out, if it takes one: other frames may follow.
         flight: Number of our operations that may have transfers to it under way.
@@ -56,6 +58,8 @@ class Remote:
     __slots__ = (
         "_known",
         "_learned",
+        "answered",
+        "broken",
         "closed",
         "connection_blob",
         "contact",
@@ -92,6 +96,8 @@ class Remote:
         self.closed = False
         self.greeted = False
         self.flight = 0
+        self.answered = False
+        self.broken: BaseException | None = None
         self.lost_error: BaseException | None = None
         self.lost_at = 0.0
         self.learning = threading.Lock()

@@ -208,7 +208,7 @@ class TransferOperation(Operation):
                 pass  # Final, or never posted.
             self._spent.append(transfer)
         if isinstance(error, PeerLostError) and self.remote is not None:
-            self._connection.contacts.lose(self.remote, error)
+            self._connection.contacts.part(self.remote, error)
         if not self._flight:
             self._settle()
 
@@ -239,7 +239,7 @@ class TransferOperation(Operation):
             contacts.send_raw(self.remote, self._message)
         else:
             contacts.send_body(self.remote, *self._frame)
-        lost = self.remote.lost_error
+        lost = self.remote.broken
         if self._connection.closed:
             return ClosedError(f"{self}: the connection was closed before the peer was told")
         if lost is None:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from torch_nixl.engine.connection import DEFAULT_TIMEOUT, Connection
-from torch_nixl.engine.remotes import Contact
 from torch_nixl.errors import ClosedError
 from torch_nixl.p2p import protocol
 from torch_nixl.p2p.bootstrap import Bootstrap
@@ -412,9 +411,8 @@ class Communicator(TreeMethods):
     def _is_quiet(self) -> bool:
         """Whether all that was sent has been received, or has at least reached its rank."""
         exchange = self._exchange
-        return exchange.has_ended() and not any(
-            peer.remote.contact is Contact.GREETING for peer in list(exchange.peers.values())
-        )
+        remotes = [peer.remote for peer in list(exchange.peers.values())]
+        return exchange.has_ended() and all(one.answered or one.broken for one in remotes)
 
     def __enter__(self) -> Communicator:
         return self
