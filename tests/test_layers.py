@@ -62,6 +62,8 @@ PURE = {
     "torch_nixl.errors": frozenset[str](),
     "torch_nixl.engine.adapter": frozenset({"numpy"}),
     "torch_nixl.engine.blob": frozenset({"numpy"}),
+    "torch_nixl.engine.cuda_driver": frozenset({"cuda"}),
+    "torch_nixl.engine.deferred": frozenset[str](),
     "torch_nixl.engine.envelope": frozenset[str](),
     "torch_nixl.engine.frames": frozenset[str](),
     "torch_nixl.engine.spans": frozenset({"numpy"}),

@@ -51,6 +51,14 @@ class TransferCancelled(TransferError):
     """An operation was cancelled by this side or by the other."""
 
 
+class PoisonedError(TransferError):
+    """An earlier operation failed while a device's stream waited for it.
+
+    The stream went on, with NaN (or bytes of 0xFF) where data should be, so nothing that the
+    program computes on it can be trusted: this Communicator takes no more calls.
+    """
+
+
 class LeaseError(TransferError):
     """What was asked for is not, or no longer, on offer. Nothing has moved."""
 

@@ -2,6 +2,7 @@
 
 - `loopback_pair` and `LoopbackFabric`: agents in one process, with scripted faults;
   `LoopbackConnector`: the same below `torch_nixl.connect`.
+- `FakeDevice`: device tensors and streams without a device, with real delays.
 - `run_ranks` and `RankPool`: functions on several ranks, each a process, with hard deadlines.
 - `conformance_checks`: what an adapter must do, to be run on any implementation.
 """
@@ -21,12 +22,17 @@ from torch_nixl._testing.harness import (
 )
 from torch_nixl._testing.rank_worker import Rank
 from torch_nixl._testing.ranks import RankPool, RanksFailed, run_ranks
+from torch_nixl.engine.fake_streams import FakeDevice, FakeEvent, FakeGate, FakeStream
 from torch_nixl.engine.loopback import LoopbackAdapter, LoopbackFabric
 
 __all__ = [
     "PEER_BYTES",
     "PEER_DEVICE_ID",
     "Check",
+    "FakeDevice",
+    "FakeEvent",
+    "FakeGate",
+    "FakeStream",
     "Harness",
     "LoopbackAdapter",
     "LoopbackConnector",

@@ -88,10 +88,13 @@ def test_report_can_be_read_by_a_person(healthy: tuple[Report, int]) -> None:
     finding = Finding(severity="warning", problem="[odd] thing", mend="unset [it]")
     console = Console(record=True, width=100, file=open(os.devnull, "w"))  # noqa: SIM115
     with console.file:
-        render(report.model_copy(update={"findings": (finding,)}), console)
+        streams = ("cuda:0: wait() blocks the host: not supported",)
+        update = {"findings": (finding,), "streams": streams}
+        render(report.model_copy(update=update), console)
     text = console.export_text()
     assert "Tensors can move here" in text
     assert "[odd] thing" in text
+    assert "wait() blocks the host: not supported" in text
     assert "mend: unset [it]" in text
 
 

@@ -12,6 +12,7 @@ from torch_nixl.engine.blob import BlobInfo
 from torch_nixl.engine.offer import Offer
 from torch_nixl.engine.registry import RegisteredMemory
 from torch_nixl.engine.remotes import Contact, Remote
+from torch_nixl.engine.streams import StreamOrder
 from torch_nixl.engine.transfer import TransferOperation
 from torch_nixl.errors import (
     ClosedError,
@@ -35,9 +36,14 @@ class _Phase(enum.Enum):
 
 
 class ActiveOperation(TransferOperation):
-    """Claims what a peer offers and moves its bytes."""
+    """Claims what a peer offers and moves its bytes.
 
-    __slots__ = ("_infos", "_offer", "_phase", "claim")
+    Attributes:
+        claim: Its number.
+        order: For device memory, what has to run before it claims.
+    """
+
+    __slots__ = ("_infos", "_offer", "_phase", "claim", "order")
 
     starts_counted = False
 
@@ -60,6 +66,7 @@ class ActiveOperation(TransferOperation):
         ]
         self._phase = _Phase.LEARNING
         self.claim = claim
+        self.order: StreamOrder | None = None
 
     def on_granted(self, frame: wire.Granted) -> None:
         if self._phase is _Phase.CLAIMING and frame.key == self._offer.key:
@@ -104,6 +111,8 @@ class ActiveOperation(TransferOperation):
 
     def _learn_and_claim(self) -> bool:
         assert self.remote is not None and self._infos is not None
+        if self.order is not None and not self.order.passed():
+            return False
         try:
             if not self._connection.contacts.learn(self.remote, self._offer.metadata, self._infos):
                 return False

@@ -20,13 +20,14 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 
 from torch_nixl.engine import host, observers, wire
 from torch_nixl.engine.active import ActiveOperation
 from torch_nixl.engine.adapter import Adapter, Direction, MemoryKind, Registration
 from torch_nixl.engine.contacts import Contacts
+from torch_nixl.engine.deferred import Deferred
 from torch_nixl.engine.dispatch import Dispatcher, FrameHandler
 from torch_nixl.engine.envelope import derive
 from torch_nixl.engine.grants import GrantState
@@ -44,6 +45,7 @@ from torch_nixl.engine.progress import (
 from torch_nixl.engine.registry import RegisteredMemory, Registry
 from torch_nixl.engine.remotes import Remote
 from torch_nixl.engine.statistics import ConnectionStatistics, Counters
+from torch_nixl.engine.streams import StreamOrder, order_of_memories
 from torch_nixl.engine.table import OperationTable
 from torch_nixl.engine.transfer import TransferOperation
 from torch_nixl.errors import (
@@ -103,6 +105,8 @@ class Connection:
         self.operations = OperationTable(self.lock)
         self.contacts = Contacts(self)
         self.prepared = PreparedLists(self)
+        self.deferred = Deferred()
+        self._deferred_entries = self.deferred.entries  # looked at in every poll
         self._dispatcher = Dispatcher(self)
         self._claim_numbers = itertools.count(1)
         self._reachable = False
@@ -217,6 +221,7 @@ class Connection:
         *,
         timeout: float | None = None,
         public: bool = False,
+        stream: object = None,
     ) -> PassiveOperation:
         """Offer memory to one peer that holds the operation's offer.
 
@@ -226,21 +231,29 @@ class Connection:
             timeout: Seconds until the offer lapses; `math.inf` for never; the Connection's by
                 default.
             public: Also register for peers that know only device id 0.
+            stream: Device memory is granted once what is queued on this stream by now has run; by
+                default on its device's current one.
 
         Raises:
-            ValueError: A target can't be written to.
+            ValueError: A target can't be written to, or `stream` is another device's.
             RegistrationError: NIXL refused the memory.
             ClosedError: The connection is closed.
         """
         deadline = self._deadline(timeout)
         held = self._hold(memories, target=direction is Direction.WRITE, public=public)
         operation = PassiveOperation(self, direction, held, deadline=deadline)
+        operation.order = self._order(memories, stream, held)
         self._start(operation)
         self.progress.kick()
         return operation
 
     def claim(
-        self, offer: Offer, memories: Sequence[Memory], *, timeout: float | None = None
+        self,
+        offer: Offer,
+        memories: Sequence[Memory],
+        *,
+        timeout: float | None = None,
+        stream: object = None,
     ) -> ActiveOperation:
         """Take up a peer's offer: read its memory into ours, or write ours into it.
 
@@ -250,10 +263,12 @@ class Connection:
             offer: From the peer, over whatever channel.
             memories: Pairwise as large as the offer's.
             timeout: Seconds; `math.inf` for no limit; the Connection's by default.
+            stream: Device memory is touched once what is queued on this stream by now has run; by
+                default on its device's current one.
 
         Raises:
             TransferError: Number or sizes differ from what is offered.
-            ValueError: A target can't be written to.
+            ValueError: A target can't be written to, or `stream` is another device's.
             RegistrationError: NIXL refused the memory.
             MetadataError: The offer's metadata is not acceptable.
             PeerLostError: The owner can't be reached.
@@ -265,6 +280,7 @@ class Connection:
             remote = self.contact(offer.owner, offer.metadata[0])
             number = next(self._claim_numbers)
             operation = ActiveOperation(self, remote, offer, held, claim=number, deadline=deadline)
+            operation.order = order_of_memories(memories, stream=stream)
         except BaseException:
             self._drop(held)
             raise
@@ -272,6 +288,15 @@ class Connection:
         operation.attend()
         self.progress.kick()
         return operation
+
+    def _order(
+        self, memories: Sequence[Memory], stream: object, held: Sequence[RegisteredMemory]
+    ) -> StreamOrder | None:
+        try:
+            return order_of_memories(memories, stream=stream)
+        except BaseException:
+            self._drop(held)
+            raise
 
     def _start(self, operation: Operation) -> None:
         try:
@@ -347,6 +372,11 @@ class Connection:
             raise ValueError("a secret is set: peers that can't authenticate are refused")
         self.operations.add_key(operation, key)
 
+    def defer(self, ready: Callable[[], bool], action: Callable[[], None]) -> None:
+        """Have the driver call `action`, without locks, once `ready` holds."""
+        self.deferred.add(ready, action)
+        self.progress.kick()
+
     def route(self, kind: int, handler: FrameHandler) -> None:
         """Have frames of a protocol above handled: in the driver, in order of arrival."""
         self._dispatcher.route(kind, handler)
@@ -355,7 +385,10 @@ class Connection:
 
     def poll(self) -> bool:
         """Take in what has arrived; return whether anything had."""
-        return self._dispatcher.poll()
+        moved = self._dispatcher.poll()
+        if self._deferred_entries:
+            moved |= self.deferred.run()
+        return moved
 
     def advance(self) -> bool:
         """Advance operations that no thread attends; return whether anything moved."""
@@ -382,7 +415,7 @@ class Connection:
 
     def is_moving(self) -> bool:
         """Whether bytes are meant to be moving, to or from this process."""
-        return bool(self.operations.transfers or self.operations.busy)
+        return bool(self.operations.transfers or self.operations.busy or self.deferred.entries)
 
     def is_watched(self) -> bool:
         """Whether somebody waits for an end who doesn't poll."""
@@ -391,7 +424,7 @@ class Connection:
     def poll_interval(self) -> float | None:
         """Longest sleep between two polls that what is outstanding allows."""
         operations = self.operations
-        if operations.watched:
+        if operations.watched or self.deferred.entries:
             return WAIT_SECONDS
         if any(not one.done for one in (*operations.transfers, *operations.busy)):
             return WAIT_SECONDS

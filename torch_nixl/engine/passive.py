@@ -13,6 +13,7 @@ from torch_nixl.engine.grants import Claimant, Grant, GrantState
 from torch_nixl.engine.offer import Offer, OfferedMemory
 from torch_nixl.engine.operation import Operation
 from torch_nixl.engine.registry import RegisteredMemory
+from torch_nixl.engine.streams import StreamOrder
 from torch_nixl.errors import (
     ClosedError,
     LeaseExpired,
@@ -41,9 +42,10 @@ class PassiveOperation(Operation):
         key: 16 random bytes; whoever has them, and the offer, can claim it once.
         foreign_key: The message by which a foreign peer says that it is done; empty for none.
         grant: Where the operation stands: see `grants`.
+        order: For device memory, what has to run before the memory is granted.
     """
 
-    __slots__ = ("_quarantined_until", "direction", "foreign_key", "grant", "key")
+    __slots__ = ("_quarantined_until", "direction", "foreign_key", "grant", "key", "order")
 
     def __init__(
         self,
@@ -59,6 +61,7 @@ class PassiveOperation(Operation):
         self.foreign_key = b""
         self._quarantined_until: float | None = None
         self.grant = Grant()
+        self.order: StreamOrder | None = None
 
     def offer(self) -> Offer:
         """What a peer needs to claim this operation.
@@ -126,11 +129,22 @@ class PassiveOperation(Operation):
                 self.remote = remote
                 self._connection.operations.busy[self] = None
         if reason is None:
-            self._connection.contacts.send(remote, wire.Granted(self.key, frame.claim))
+            order = self.order
+            if order is None or order.passed():
+                self._tell_granted(remote, frame.claim)
+            else:
+                self._connection.defer(
+                    order.passed, lambda: self._tell_granted(remote, frame.claim)
+                )
         else:
             self._connection.contacts.send(
                 remote, wire.Refuse(self.key, frame.claim, reason, str(self))
             )
+
+    def _tell_granted(self, remote: Remote, claim: int) -> None:
+        # One that was withdrawn meanwhile was told so, and answers that.
+        if not self._done:
+            self._connection.contacts.send(remote, wire.Granted(self.key, claim))
 
     def on_done(self, remote: Remote, frame: wire.Done) -> None:
         """The claimant won't touch the memory any more. Runs in the driver."""

@@ -14,6 +14,7 @@ from torch_nixl.p2p.receiving import ReceiveOperation
 from torch_nixl.p2p.tensors import Target
 
 if TYPE_CHECKING:
+    from torch_nixl.engine.streams import StreamOrder
     from torch_nixl.p2p.exchange import Exchange
 
 
@@ -29,16 +30,14 @@ class TreeReceive(ReceiveOperation):
         tag: int,
         landing: TreeLanding,
         deadline: float | None,
+        order: StreamOrder | None = None,
     ) -> None:
         super().__init__(exchange, source, tag, landing, deadline)
+        self.put_in_order(order, landing.own_tensors)
         # Now, while the message is on its way, or not even sent.
         held = register_all(self._connection, landing.own_memories)
         self._memories = tuple(held)
         self._prepared = {id(one.memory): one for one in held}
-
-    def give_up(self) -> None:
-        """It was never posted."""
-        self._release()
 
     def _release(self) -> None:
         super()._release()

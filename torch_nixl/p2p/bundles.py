@@ -28,7 +28,6 @@ from torch_nixl.p2p.tensors import (
     host_address,
     require_plain,
     sendable,
-    settle,
 )
 
 ALL: Final = (1 << 64) - 1
@@ -232,10 +231,7 @@ class TreeSource:
             buffer = torch.zeros(piece.nbytes, dtype=torch.uint8, device=device)
             pack_into(buffer, piece, tree.tensors)
             pieces.append(tensor_memory(buffer))
-        # Copies on devices are under way, and what the tensors themselves are made by.
-        for tensor, what in zip(tree.tensors, tree.descriptions, strict=True):
-            if what.device != "cpu":
-                settle(tensor)
+        # Copies on devices are queued on their current streams: see `order_of`.
         self.memories = pieces + memories
         self.bundle = Bundle(Form.TREE, tree.manifest, limit, arrangement.nbytes)
 

@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from torch_nixl.engine.connection import DEFAULT_TIMEOUT, Connection
+from torch_nixl.engine.streams import FAKES, StreamOrder, device_of, landing
 from torch_nixl.errors import ClosedError
 from torch_nixl.p2p import protocol
 from torch_nixl.p2p.bootstrap import Bootstrap
 from torch_nixl.p2p.description import DEVICES, describe
 from torch_nixl.p2p.exchange import Exchange
 from torch_nixl.p2p.hub import hub_of, leave_connection, share_connection
+from torch_nixl.p2p.ordering import NewLanding, make_receive, make_send, pack, place
 from torch_nixl.p2p.receiving import ReceiveOperation
 from torch_nixl.p2p.sending import SendOperation
 from torch_nixl.p2p.tensors import (
@@ -26,8 +28,6 @@ from torch_nixl.p2p.tensors import (
     check_target,
     host_address,
     make_source,
-    sendable,
-    settle,
 )
 from torch_nixl.p2p.trees import TreeMethods
 from torch_nixl.p2p.values import (
@@ -110,7 +110,13 @@ class Communicator(TreeMethods):
     # Sending.
 
     def send(
-        self, tensor: torch.Tensor, dst: int, *, tag: int = 0, timeout: float | None = None
+        self,
+        tensor: torch.Tensor,
+        dst: int,
+        *,
+        tag: int = 0,
+        timeout: float | None = None,
+        stream: object = None,
     ) -> None:
         """Send a tensor; return once it may be changed again.
 
@@ -119,6 +125,8 @@ class Communicator(TreeMethods):
             dst: The rank that receives it; may be this one.
             tag: 0 or more: the receiver asks for it by this number.
             timeout: Seconds; `math.inf` for no limit; the Communicator's by default.
+            stream: A device tensor goes once what is queued on this stream by now has run; by
+                default on its device's current one.
 
         Raises:
             TypeError, ValueError: An argument can't be sent, or there is no such rank.
@@ -129,42 +137,68 @@ class Communicator(TreeMethods):
             PeerLostError: The receiver died or closed.
             ClosedError: This Communicator is closed.
         """
-        operation = self._send(tensor, dst, tag, timeout, waiting=True)
+        operation = self._send(tensor, dst, tag, timeout, stream, waiting=True)
         if isinstance(operation, SendOperation):
             operation.wait()
 
     def isend(
-        self, tensor: torch.Tensor, dst: int, *, tag: int = 0, timeout: float | None = None
+        self,
+        tensor: torch.Tensor,
+        dst: int,
+        *,
+        tag: int = 0,
+        timeout: float | None = None,
+        stream: object = None,
     ) -> Work:
         """Begin to send a tensor, which must not change before the Work has ended.
 
         See `send` for arguments and errors; those after the first three come with the Work.
         """
-        operation = self._send(tensor, dst, tag, timeout, waiting=False)
+        operation = self._send(tensor, dst, tag, timeout, stream, waiting=False)
         if isinstance(operation, SendOperation):
             return Work(self._exchange, operation)
         return Work(self._exchange, None, name=(dst, operation), nbytes=tensor.nbytes)
 
     def _send(
-        self, tensor: torch.Tensor, dst: int, tag: int, timeout: float | None, *, waiting: bool
+        self,
+        tensor: torch.Tensor,
+        dst: int,
+        tag: int,
+        timeout: float | None,
+        stream: object,
+        *,
+        waiting: bool,
     ) -> SendOperation | int:
         address = host_address(tensor)
-        if not address:
-            tensor = sendable(tensor)
+        device = None
+        if not address or FAKES or stream is not None:
+            tensor, device = place(tensor, stream)
         description = describe(tensor)
         protocol.check_tag(tag)
         exchange = self._exchange
+        if exchange.poisoned is not None:
+            exchange.check_poison()
         deadline = self._deadline(timeout)
         peer = exchange.peers.get(dst)
         if peer is None:
+            if dst == self.rank and device is not None:
+                data = [pack(tensor, device, stream)]
+                exchange.inbox.post_local(tag, description, data, StreamOrder((device,), stream))
+                return 0
             if dst == self.rank:
                 exchange.inbox.post_local(tag, description, [tensor.detach().clone()])
                 return 0
             peer = self._meet(dst, "dst", deadline)
-        if description.nbytes <= protocol.EAGER_NBYTES:
+        if description.nbytes <= protocol.EAGER_NBYTES and (
+            device is None or not description.nbytes
+        ):
             return exchange.outbox.submit_eager(peer, tag, description, tensor, address, deadline)
+        if device is not None:
+            operation = make_send(
+                exchange, peer, tag, description, tensor, device, stream, deadline
+            )
+            return self._submit(operation, packed=operation.packed, waiting=waiting)
         memory, packed = make_source(tensor)
-        settle(tensor)
         held = self._connection.register(memory)
         operation = SendOperation(exchange, peer, tag, description, None, (held,), deadline)
         return self._submit(operation, packed=packed, waiting=waiting)
@@ -179,6 +213,7 @@ class Communicator(TreeMethods):
         tag: int = 0,
         device: torch.device | str | None = None,
         timeout: float | None = None,
+        stream: object = None,
     ) -> torch.Tensor:
         """Receive a tensor.
 
@@ -189,6 +224,8 @@ class Communicator(TreeMethods):
             tag: The tag it was sent with.
             device: Where a new tensor is made; by default the sender's kind of device.
             timeout: Seconds; `math.inf` for no limit; the Communicator's by default.
+            stream: A device tensor is written to once what is queued on this stream by now has
+                run; by default on its device's current one.
 
         Returns:
             `out`, or the new tensor.
@@ -201,9 +238,11 @@ class Communicator(TreeMethods):
             TransferError: The sender gave up, or could not move it.
             ClosedError: This Communicator is closed.
         """
-        operation = self._receive(src, out, tag, device, timeout, spin=True)
+        operation = self._receive(src, out, tag, device, timeout, stream, spin=True)
         operation.wait()
         result: torch.Tensor = operation.result
+        if operation.landed_on is not None:
+            operation.landed_on.keep(result, operation.landed_on.current())
         return result
 
     def irecv(
@@ -214,9 +253,10 @@ class Communicator(TreeMethods):
         tag: int = 0,
         device: torch.device | str | None = None,
         timeout: float | None = None,
+        stream: object = None,
     ) -> Work:
         """Begin to receive a tensor. See `recv`; the Work's `result()` has the tensor."""
-        operation = self._receive(src, out, tag, device, timeout, spin=False)
+        operation = self._receive(src, out, tag, device, timeout, stream, spin=False)
         self._connection.progress.kick()
         return Work(self._exchange, operation)
 
@@ -227,27 +267,46 @@ class Communicator(TreeMethods):
         tag: int,
         device: torch.device | str | None,
         timeout: float | None,
+        stream: object,
         *,
         spin: bool,
     ) -> ReceiveOperation:
         protocol.check_tag(tag)
         address = 0
+        on = None
         if out is not None:
             if device is not None:
                 raise ValueError("expected out= or device=, not both")
             address = check_target(out)
-            if not address:
-                settle(out)
+            if not address or FAKES:
+                on = device_of(out)
+        if stream is not None and on is None:
+            raise ValueError("stream=: expected out= to be a device tensor")
         exchange = self._exchange
+        if exchange.poisoned is not None:
+            exchange.check_poison()
         deadline = self._deadline(timeout)
         if src is not None and src != self.rank and src not in exchange.peers:
             self._meet(src, "src", deadline)
         where = None if device is None else torch.device(device)
         if where is not None and where.type not in DEVICES:
             raise ValueError(f"device={device}: expected one of {', '.join(DEVICES)}")
-        landing = TensorLanding(out, address, where)
-        operation = ReceiveOperation(exchange, src, tag, landing, deadline)
-        exchange.inbox.post(operation, spin=spin)
+        if on is not None:
+            assert out is not None
+            operation = make_receive(exchange, src, tag, out, on, stream, deadline)
+        else:
+            lands = landing(where) if out is None else None
+            if lands is None:
+                made = TensorLanding(out, address, where)
+            else:
+                made = NewLanding(lands, where)
+            operation = ReceiveOperation(exchange, src, tag, made, deadline)
+            operation.lands = lands
+        try:
+            exchange.inbox.post(operation, spin=spin)
+        except BaseException:
+            operation.give_up()
+            raise
         return operation
 
     def iprobe(self, src: int | None = None, *, tag: int = 0) -> Envelope | None:
@@ -267,6 +326,7 @@ class Communicator(TreeMethods):
             ClosedError: This Communicator is closed.
         """
         exchange = self._exchange
+        exchange.check_poison()
         deadline = self._deadline(timeout)
         if src is not None and src != self.rank and src not in exchange.peers:
             self._meet(src, "src", deadline)

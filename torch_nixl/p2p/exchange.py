@@ -10,12 +10,14 @@ may be taken inside of it, never the other way round; nobody polls while holding
 
 from __future__ import annotations
 
+import copy
 import itertools
+import logging
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeAlias
 
-from torch_nixl.errors import ClosedError, MetadataError, PeerLostError
+from torch_nixl.errors import ClosedError, MetadataError, PeerLostError, PoisonedError
 from torch_nixl.p2p import protocol
 from torch_nixl.p2p.channels import Channels
 from torch_nixl.p2p.inbox import Inbox
@@ -33,6 +35,9 @@ if TYPE_CHECKING:
 Watched: TypeAlias = SendOperation | ReceiveOperation | StepOperation
 
 
+log = logging.getLogger("torch_nixl.p2p")
+
+
 class Exchange:
     """The traffic of one Communicator.
 
@@ -44,6 +49,7 @@ class Exchange:
         peers: Those met, by rank.
         by_remote: The same by agent.
         closed: Why nothing can be done any more; None while all is well.
+        poisoned: Why no call is taken any more; None while all is well.
         handlers: What is done with frames of each kind.
     """
 
@@ -65,6 +71,7 @@ class Exchange:
         self.by_remote: dict[Remote, Peer] = {}
         self._num_gone = 0
         self.closed: BaseException | None = None
+        self.poisoned: PoisonedError | None = None
         self.outbox = Outbox(self)
         self.inbox = Inbox(self)
         self.channels = Channels(self)
@@ -151,7 +158,9 @@ class Exchange:
         self._part(peer, error)
         self.channels.leave(peer, error)
         with self.lock:
-            sends = [one for one in (*self.outbox.sends.values(), *peer.queue) if one.peer is peer]
+            sends = [
+                one for one in (*self.outbox.sends.values(), *peer.unsent()) if one.peer is peer
+            ]
             receives = [one for one in self.inbox.receiving if one.watched is peer]
         for send in sends:
             send.on_left(PeerLostError(f"{send}: rank {rank} has closed", remote=name))
@@ -211,10 +220,28 @@ class Exchange:
         if peer.error is not None:
             raise PeerLostError(str(peer.error), remote=peer.remote.name, rank=peer.rank)
 
+    def poison(self, error: BaseException) -> None:
+        """Take no more calls: a stream went on although what it waited for has failed."""
+        if self.poisoned is None:
+            log.error("a device's stream went on without its data: %s", error)
+            self.poisoned = PoisonedError(
+                f"an earlier operation failed while a device's stream waited for it, and what that "
+                f"computes can't be trusted. Make a new Communicator. It was: {error}"
+            )
+
+    def check_poison(self) -> None:
+        """Refuse a call after a stream has gone on without its data.
+
+        Raises:
+            PoisonedError: That is so.
+        """
+        if self.poisoned is not None:
+            raise copy.copy(self.poisoned)
+
     def outstanding(self) -> list[Watched]:
         """What has not ended: sends first."""
         with self.lock:
-            queued = [one for peer in self.peers.values() for one in peer.queue]
+            queued = [one for peer in self.peers.values() for one in peer.unsent()]
             return [
                 *self.outbox.sends.values(),
                 *queued,

@@ -20,6 +20,7 @@ from torch_nixl.p2p.sending import outcome_of
 from torch_nixl.p2p.values import Envelope
 
 if TYPE_CHECKING:
+    from torch_nixl.engine.streams import StreamOrder
     from torch_nixl.p2p.exchange import Exchange
     from torch_nixl.p2p.peer import Peer
 
@@ -77,8 +78,8 @@ class Inbox:
                 peer = self._check_source(source)
                 self.matcher.post(receive, source, tag)
                 self._ask(peer, source, tag)
-                if not spin:
-                    self._list(receive)
+                if not spin or receive.order is not None:
+                    self.enter(receive)
                     return
             else:
                 due = self._taken(message)
@@ -111,7 +112,7 @@ class Inbox:
                 if one.debt.strained:
                     self.want(one, tag)
 
-    def _list(self, receive: ReceiveOperation) -> None:
+    def enter(self, receive: ReceiveOperation) -> None:
         """Enter a receive in the tables: it has a deadline now, and its source is looked after."""
         if receive.listed:
             return
@@ -132,7 +133,7 @@ class Inbox:
         """List a receive that waits, unless what it waits for has ended meanwhile."""
         try:
             self._check_source(receive.wanted_source)
-            self._list(receive)
+            self.enter(receive)
         except (ClosedError, PeerLostError) as error:
             receive.fail(error)
 
@@ -156,7 +157,7 @@ class Inbox:
     def _begin(self, receive: ReceiveOperation, message: Message) -> None:
         try:
             with self._lock:
-                self._list(receive)
+                self.enter(receive)
         except ClosedError as error:
             receive.fail(error)
         else:
@@ -174,8 +175,14 @@ class Inbox:
         self.num_received += 1
         if observers.messages and peer is not None:
             observers.tell_message(self._connection, peer.remote, description.nbytes, sent=False)
-        error = receive.deliver(source, description, body, HEAD.size + len(description.packed))
-        if error is not None and peer is not None:
+        at = HEAD.size + len(description.packed)
+        error = receive.deliver(source, description, body, at, peer, number)
+        if error is not None:
+            self.refuse(peer, number, error)
+
+    def refuse(self, peer: Peer | None, number: int, error: BaseException) -> None:
+        """Tell the sender of a message that came in its frame what is wrong with it."""
+        if peer is not None:
             end = protocol.pack_end(self._context, number, *outcome_of(error))
             self._send(peer, protocol.DONE, end)
 
@@ -320,10 +327,17 @@ class Inbox:
                 for peer in self._peers.values():
                     self._exchange.look_after(peer)
 
-    def post_local(self, tag: int, description: Content, data: Sequence[torch.Tensor]) -> None:
+    def post_local(
+        self,
+        tag: int,
+        description: Content,
+        data: Sequence[torch.Tensor],
+        order: StreamOrder | None = None,
+    ) -> None:
         """Send to this rank itself. The tensors belong to the message from now on."""
         rank = self._rank
         message = Message(None, rank, tag, 0, 0, description, tuple(data), None, False)
+        message.order = order
         with self._lock:
             if self._exchange.closed is not None:
                 raise ClosedError(str(self._exchange.closed))

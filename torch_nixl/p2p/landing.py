@@ -30,7 +30,6 @@ from torch_nixl.p2p.tensors import (
     check_target,
     landing_device,
     require_plain,
-    settle,
 )
 
 
@@ -86,10 +85,10 @@ class TreeLanding:
             return []
         return list(self._memories.values())
 
-    def settle(self) -> None:
-        """Wait for what the receiver's device tensors are still used for."""
-        for tensor in self._own.tensors if self._own is not None else ():
-            settle(tensor)
+    @property
+    def own_tensors(self) -> tuple[torch.Tensor, ...]:
+        """The receiver's own tensors."""
+        return () if self._own is None else tuple(self._own.tensors)
 
     def take(self, content: Content, body: bytes, at: int) -> object:
         arrangement = self.begin(content)

@@ -9,6 +9,7 @@ import torch
 from torch_nixl.p2p.description import Content
 
 if TYPE_CHECKING:
+    from torch_nixl.engine.streams import StreamOrder
     from torch_nixl.p2p.peer import Peer
     from torch_nixl.p2p.place import Place
 
@@ -26,6 +27,7 @@ class Message:
         data: The frame's body, if its bytes came in it; the tensors, if it is this rank's own.
         place: Where they are to be had, if not.
         sender_waits: Whether a thread of the sender waits for it to be received.
+        order: When this rank's own tensor is there, if it is device memory.
     """
 
     __slots__ = (
@@ -33,6 +35,7 @@ class Message:
         "data",
         "description",
         "number",
+        "order",
         "peer",
         "place",
         "sender_waits",
@@ -61,3 +64,4 @@ class Message:
         self.data = data
         self.place = place
         self.sender_waits = sender_waits
+        self.order: StreamOrder | None = None

@@ -11,6 +11,7 @@ import torch
 from torch_nixl.engine import observers
 from torch_nixl.p2p import protocol
 from torch_nixl.p2p.description import Content
+from torch_nixl.p2p.ordered import always
 from torch_nixl.p2p.protocol import HEAD, Outcome
 from torch_nixl.p2p.sending import SendOperation, error_of
 from torch_nixl.p2p.tensors import join
@@ -82,31 +83,66 @@ class Outbox:
         cost = protocol.eager_cost(HEAD.size + len(description.packed) + description.nbytes)
         with self._lock:
             self._exchange.check(peer)
-            credited = self._may_send(peer, tag, cost)
+            held = peer.held and tag in peer.held
+            credited = None if held else self._may_send(peer, tag, cost)
             if credited is not None:
                 number = next(self._numbers)
                 self._send_eager(peer, tag, number, credited, description, tensor, address)
                 return number
             operation = SendOperation(self._exchange, peer, tag, description, tensor, (), deadline)
-            self._queue(operation, cost)
+            if held:
+                self._hold(operation)
+            else:
+                self._queue(operation, cost)
         self._connection.progress.kick()
         return operation
 
     def submit(self, operation: SendOperation) -> None:
         """Offer a large message, or queue it if there is no credit."""
         peer = operation.peer
-        assert operation.layout is not None
-        num_spans = len(operation.layout.spans)
-        cost = protocol.offer_cost(num_spans, len(operation.description.packed))
         with self._lock:
             self._exchange.check(peer)
-            credited = self._may_send(peer, operation.tag, cost)
-            if credited is None:
-                self._queue(operation, cost)
+            if operation.tag in peer.held or not operation.ready():
+                self._hold(operation)
             else:
-                self._connection.operations.add(operation)
-                self._transmit(operation, credited)
+                self._submit(operation)
         self._connection.progress.kick()
+
+    def _submit(self, operation: SendOperation) -> None:
+        layout, description = operation.layout, operation.description
+        if layout is not None:
+            cost = protocol.offer_cost(len(layout.spans), len(description.packed))
+        else:
+            cost = protocol.eager_cost(HEAD.size + len(description.packed) + description.nbytes)
+        credited = self._may_send(operation.peer, operation.tag, cost)
+        if credited is None:
+            self._queue(operation, cost)
+        else:
+            self._connection.operations.add(operation)
+            self._transmit(operation, credited)
+
+    # A device's send goes once what was queued before it has run, and holds back what is sent to
+    # the same rank with the same tag until then. Other tags and ranks don't wait for it.
+
+    def _hold(self, operation: SendOperation) -> None:
+        self._connection.operations.add(operation)
+        peer, tag = operation.peer, operation.tag
+        held = peer.held.setdefault(tag, deque())
+        held.append(operation)
+        self._exchange.watch(operation, peer)
+        if len(held) == 1:
+            self._connection.defer(operation.ready, lambda: self._free(peer, tag))
+
+    def _free(self, peer: Peer, tag: int) -> None:
+        """Send what was held and need not wait any more."""
+        with self._lock:
+            held = peer.held.get(tag)
+            while held and held[0].ready():
+                self._submit(held.popleft())
+            if held:
+                self._connection.defer(held[0].ready, lambda: self._free(peer, tag))
+            else:
+                peer.held.pop(tag, None)
 
     def _may_send(self, peer: Peer, tag: int, cost: int) -> int | None:
         """Whether a message may go now: flags for its frame, or None if it must wait."""
@@ -133,7 +169,13 @@ class Outbox:
     def unqueue(self, operation: SendOperation) -> None:
         """Take an operation out of the queue; it has not gone and never will."""
         peer = operation.peer
-        if operation in peer.queue:
+        held = peer.held.get(operation.tag)
+        if held is not None and operation in held:
+            first = held[0] is operation
+            held.remove(operation)
+            if first:
+                self._connection.defer(always, lambda: self._free(peer, operation.tag))
+        elif operation in peer.queue:
             peer.queue.remove(operation)
             self._untag(operation)
 

@@ -60,6 +60,7 @@ class Peer:
         debt: Its credit here.
         queue: Sends that wait for credit, in order. Some may have gone by `queued_by_tag`.
         queued_by_tag: The same by tag.
+        held: Sends by tag, in order, of which the first waits for its device's stream.
         wanted: Receives that wait there for a message of a tag, whatever the credit.
         pending: Operations that wait for it: while there are any, it is pinged.
         link: Stands for it in the connection's tables.
@@ -72,6 +73,7 @@ class Peer:
         "allowance",
         "debt",
         "error",
+        "held",
         "link",
         "path",
         "pending",
@@ -92,6 +94,7 @@ class Peer:
         self.debt = Debt(CREDIT_FRAMES, nbytes)
         self.queue: deque[SendOperation] = deque()
         self.queued_by_tag: dict[int, deque[SendOperation]] = {}
+        self.held: dict[int, deque[SendOperation]] = {}
         self.wanted: dict[int, int] = {}
         self.pending = 0
         self.link = Link(exchange, self)
@@ -138,6 +141,10 @@ class Peer:
                 raise MetadataError(f"{self.remote.name} names region {number}, never told")
             found.append(known)
         return found
+
+    def unsent(self) -> list[SendOperation]:
+        """Sends that the peer knows nothing of yet."""
+        return [*self.queue, *(one for held in self.held.values() for one in held)]
 
     def forget_told(self) -> None:
         """Tell every region anew: a frame that told one may not have been sent."""

@@ -28,6 +28,7 @@ from torch_nixl.p2p.protocol import Outcome, Route
 from torch_nixl.p2p.tensors import MismatchError
 
 if TYPE_CHECKING:
+    from torch_nixl.engine.streams import StreamOrder
     from torch_nixl.p2p.exchange import Exchange
 
 
@@ -53,6 +54,7 @@ class SendOperation(Operation):
         state: See `State`.
         waiting: Whether the receiver was told that a thread waits for it.
         route: Which way it went.
+        order: For device memory, what has to run before it goes, and what waits for its end.
     """
 
     __slots__ = (
@@ -65,6 +67,7 @@ class SendOperation(Operation):
         "description",
         "layout",
         "number",
+        "order",
         "packed",
         "peer",
         "route",
@@ -86,6 +89,7 @@ class SendOperation(Operation):
         tensor: torch.Tensor | None,
         memories: Sequence[RegisteredMemory],
         deadline: float | None,
+        order: StreamOrder | None = None,
     ) -> None:
         super().__init__(exchange.connection, "send", memories, deadline)
         self._exchange = exchange
@@ -103,6 +107,7 @@ class SendOperation(Operation):
         self.cost = 0
         self.state = State.QUEUED
         self.waiting = False
+        self.order = order
         self.packed = False
         self.watched: Peer | None = None
         self.route = Route.READ if memories else Route.EAGER
@@ -130,6 +135,10 @@ class SendOperation(Operation):
             f"send of {self.description} to rank {self.peer.rank}, tag {self.tag} "
             f"({self.peer.remote.name})"
         )
+
+    def ready(self) -> bool:
+        """Whether it may go as far as streams are concerned."""
+        return self.order is None or self.order.passed()
 
     def wait(self, timeout: float | None = None) -> None:
         if not self.waiting and not self._done and self.nbytes >= protocol.SPLIT_NBYTES:
@@ -254,8 +263,23 @@ class SendOperation(Operation):
             self.state = State.ENDED
             self._exchange.outbox.forget_send(self)
             self._connection.operations.busy.pop(self, None)
-            self.tensor = self.layout = None
             self._release()
+            self.tensor = self.layout = None
+
+    def _release(self) -> None:
+        order = self.order
+        if order is None:
+            super()._release()
+            return
+        order.settle(self._poison)
+        box: list[object] = [self.tensor, *self._memories]
+        self.tensor = self.layout = None
+        super()._release()
+        order.devices[0].discard(box)
+
+    def _poison(self) -> None:
+        if self._error is not None:
+            self._exchange.poison(self._error)
 
     def fail(self, error: BaseException) -> None:
         """End with an error; the memory is released once the receiver reads it no more."""
@@ -281,11 +305,12 @@ class SendOperation(Operation):
         self.fail(TransferCancelled(f"{self}: cancelled"))
 
     def expire(self) -> None:
-        where = (
-            "before the receiver had room for it"
-            if self.state is State.QUEUED
-            else ("before it was received; the memory stays owned until the receiver lets go of it")
-        )
+        if self.state is not State.QUEUED:
+            where = "before it was received; the memory stays owned until the receiver lets go"
+        elif not self.ready():
+            where = "before what its device's stream had queued has run"
+        else:
+            where = "before the receiver had room for it"
         self.fail(self._timeout_error(where))
 
     def on_lost(self, error: BaseException) -> None:

@@ -37,7 +37,10 @@ class StepOperation(Operation):
         moves: What is under way.
         route: Which way bytes go.
         packed: Whether some of them were packed on this end.
+        order: None: channels aren't in stream order.
     """
+
+    order = None
 
     __slots__ = (
         "announced",

@@ -136,7 +136,7 @@ def from_bytes(
     Raises:
         MismatchError: `out` has another shape or dtype.
     """
-    description = _require_tensor(description)
+    description = require_tensor(description)
     if out is None:
         device = landing_device(description, device)
         out = torch.empty(description.shape, dtype=description.dtype, device=device)
@@ -162,7 +162,12 @@ def from_bytes(
     return out
 
 
-def _require_tensor(content: Content) -> Description:
+def require_tensor(content: Content) -> Description:
+    """Refuse a message that is no tensor.
+
+    Raises:
+        MismatchError: Says which function receives it.
+    """
     if isinstance(content, Bundle):
         name = content.form.name.lower()
         raise MismatchError(f"a tensor expected, {content} sent: recv_{name} receives it")
@@ -186,15 +191,6 @@ def landing_device(description: Description, device: torch.device | None) -> tor
     if device is not None:
         return device
     return None if description.device == "cpu" else torch.device(description.device)
-
-
-def settle(tensor: torch.Tensor) -> None:
-    """Wait for what the current stream of a device tensor has queued so far.
-
-    What moves its bytes knows nothing of streams.
-    """
-    if not tensor.is_cpu:
-        getattr(torch, tensor.device.type).current_stream(tensor.device).synchronize()
 
 
 class Target(Protocol):
@@ -269,7 +265,7 @@ class TensorLanding:
         return from_bytes(content, body, at, self._out, self._device, self._address)
 
     def adopt(self, content: Content, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        what = _require_tensor(content)
+        what = require_tensor(content)
         [tensor] = tensors
         out = self._out
         if out is None:
@@ -279,7 +275,7 @@ class TensorLanding:
         return out
 
     def target(self, content: Content) -> TensorTarget:
-        what = _require_tensor(content)
+        what = require_tensor(content)
         dtype, shape, out = what.dtype, what.shape, self._out
         if out is None:
             out = torch.empty(shape, dtype=dtype, device=landing_device(what, self._device))

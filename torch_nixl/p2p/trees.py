@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from torch_nixl.engine.memory import tensor_memory
+from torch_nixl.engine.streams import FAKES, order_of
 from torch_nixl.p2p import protocol
 from torch_nixl.p2p.bundle_receiving import ObjectReceive, TreeReceive
 from torch_nixl.p2p.bundles import (
@@ -200,6 +201,12 @@ class TreeMethods:
         self, tree: object, dst: int, tag: int, timeout: float | None, *, waiting: bool
     ) -> SendOperation | _Gone:
         packed = Packed(tree, "tree", resolve)
+        if FAKES:
+            # Small tensors are copied below by the current stream, or after it; a fake device
+            # has no such copies.
+            early = order_of(packed.tensors)
+            if early is not None:
+                self._connection.progress.wait_until(early.passed, None)
         deadline, peer = self._address(dst, tag, timeout)
         try:
             if peer is None:
@@ -217,7 +224,11 @@ class TreeMethods:
             for index, tensor in enumerate(packed.tensors):
                 sendable(tensor, name=packed.path(index, tree))
             raise
-        operation = SendOperation(self._exchange, peer, tag, source.bundle, None, held, deadline)
+        # Copies were queued on the current streams, too.
+        order = order_of(packed.tensors)
+        operation = SendOperation(
+            self._exchange, peer, tag, source.bundle, None, held, deadline, order=order
+        )
         return self._submit(operation, packed=source.packed, waiting=waiting)
 
     def _send_object(
@@ -240,6 +251,7 @@ class TreeMethods:
     ) -> tuple[float | None, Peer | None]:
         """Deadline and receiver of a message; no receiver is this rank itself."""
         protocol.check_tag(tag)
+        self._exchange.check_poison()
         deadline = self._deadline(timeout)
         peer = self._exchange.peers.get(dst)
         if peer is None and dst != self.rank:
@@ -300,8 +312,8 @@ class TreeMethods:
             raise ValueError(f"device={device}: expected one of {', '.join(DEVICES)}")
         deadline = self._source(src, tag, timeout)
         landing = TreeLanding(out, like, where)
-        landing.settle()
-        operation = TreeReceive(self._exchange, src, tag, landing, deadline)
+        order = order_of(landing.own_tensors)
+        operation = TreeReceive(self._exchange, src, tag, landing, deadline, order)
         try:
             self._exchange.inbox.post(operation, spin=spin)
         except BaseException:
@@ -319,6 +331,7 @@ class TreeMethods:
 
     def _source(self, src: int | None, tag: int, timeout: float | None) -> float | None:
         protocol.check_tag(tag)
+        self._exchange.check_poison()
         deadline = self._deadline(timeout)
         if src is not None and src != self.rank and src not in self._exchange.peers:
             self._meet(src, "src", deadline)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import logging
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,8 @@ from torch_nixl.p2p.step import StepOperation
 
 if TYPE_CHECKING:
     from torch_nixl.p2p.exchange import Exchange
+
+log = logging.getLogger("torch_nixl.p2p")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,19 +67,42 @@ class Work:
         self._nbytes = nbytes
 
     def wait(self, timeout: float | None = None) -> None:
-        """Block until it has ended.
+        """Wait until it has ended: block, or have a device's stream do so.
+
+        For device memory, and without a timeout, the calling thread's current stream waits, and
+        this returns at once: what is queued from now on runs when the bytes are in place (or, of
+        a send, may be changed). If the operation then fails, the next look from the host raises
+        it, received tensors are filled with NaN (0xFF in integers) before the stream goes on, and
+        the Communicator takes no more calls. Where the device's streams can't wait, and where a
+        receive was given no tensor, the host blocks.
 
         Args:
-            timeout: Seconds; it ends with `TransferTimeout` when they have passed. None waits
-                until its own deadline.
+            timeout: Seconds; blocks, and the operation ends with `TransferTimeout` when they have
+                passed. None waits until its own deadline.
 
         Raises:
             TransferTimeout: Time is up. The memory stays owned: see `wait_released`.
             TransferCancelled: This side or the other cancelled.
             MismatchError: The message doesn't fit what it was received into.
             PeerLostError: The other rank died or closed.
-            TransferError: It failed, here or on the other side.
+            TransferError: It failed, here or on the other side; or the current stream is being
+                captured into a graph.
             ClosedError: The Communicator was closed meanwhile.
+        """
+        operation = self._operation
+        if operation is not None:
+            order = operation.order
+            if order is None or timeout is not None or operation.done or not order.hold():
+                operation.wait(timeout)
+        self._check_refused()
+
+    def synchronize(self, timeout: float | None = None) -> None:
+        """Block the host until it has ended, whatever memory it is about.
+
+        A received device tensor then is complete on all streams. Raises as `wait` does.
+
+        Args:
+            timeout: Seconds; it ends with `TransferTimeout` when they have passed.
         """
         operation = self._operation
         if operation is not None:
@@ -88,12 +114,20 @@ class Work:
 
         None for a step of a channel, too, whose tensors the program has.
         """
-        self.wait(timeout)
         operation = self._operation
-        if isinstance(operation, ReceiveOperation):
-            result: torch.Tensor = operation.received()
-            return result
-        return None
+        if not isinstance(operation, ReceiveOperation):
+            self.wait(timeout)
+            return None
+        out = operation.target
+        if out is None:
+            self.synchronize(timeout)
+        else:
+            self.wait(timeout)
+        result: torch.Tensor | None = operation.received()
+        if result is not None and operation.landed_on is not None:
+            # It was made for the message, on a stream of the device's own.
+            operation.landed_on.keep(result, operation.landed_on.current())
+        return out if result is None else result
 
     def is_completed(self) -> bool:
         """Whether it has ended, well or not. It does so without anyone waiting."""
@@ -143,19 +177,39 @@ class Work:
             self._operation.add_done_callback(callback)
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        """A future that ends when this does, with what was received in a list, as c10d's."""
-        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+        """A future that ends when this does, with what was received in a list, as c10d's.
+
+        Of device memory it ends with the bytes in place, and knows the device, as
+        `torch.futures.Future` wants it.
+        """
+        operation = self._operation
+        order = None if operation is None else operation.order
+        devices: list[int | str | torch.device] = []
+        if order is not None:
+            devices += [one.torch_device for one in order.devices if one.torch_device is not None]
+        elif isinstance(operation, ReceiveOperation) and operation.lands is not None:
+            devices += [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future(devices=devices)
 
         def end() -> None:
             error = self.exception()
-            operation = self._operation
             if error is None:
                 received = isinstance(operation, ReceiveOperation)
                 future.set_result([operation.received()] if received else [])  # type: ignore[union-attr]
             elif isinstance(error, Exception):
                 future.set_exception(error)  # type: ignore[arg-type]  # its stub is wrong
 
-        self.add_done_callback(end)
+        def call() -> None:
+            device = None if order is None else order.devices[0]
+            if device is None and isinstance(operation, ReceiveOperation):
+                device = operation.landed_on
+            if device is None:
+                end()
+            else:
+                # A future with devices records events on them: nothing for the driver to do.
+                device.run(end, _report)
+
+        self.add_done_callback(call)
         return future
 
     def __await__(self) -> Generator[object, None, torch.Tensor | None]:
@@ -176,6 +230,7 @@ class Work:
 
             self.add_done_callback(call)
             await future
+        self.synchronize()
         return self.result()
 
     def statistics(self) -> WorkStatistics:
@@ -224,3 +279,8 @@ class TreeWork(Work):
     def result(self, timeout: float | None = None) -> Any:
         """The tree or object that was received. Waits and raises as `wait` does."""
         return super().result(timeout)
+
+
+def _report(error: BaseException | None) -> None:
+    if error is not None:
+        log.error("a future could not be ended: %r", error)

@@ -34,6 +34,7 @@ class Trials:
     ucx_complaints: tuple[str, ...] = ()
     backends: tuple[Backend, ...] = ()
     devices: tuple[UcxDevice, ...] = ()
+    streams: tuple[str, ...] = ()
 
     def take(self, message: Message) -> str:
         """Add what one trial found; returns what comes next, in a few words."""
@@ -46,6 +47,7 @@ class Trials:
         self.ucx_complaints += message.ucx_complaints or ()
         self.devices += message.devices or ()
         self.path = message.path or self.path
+        self.streams += message.streams or ()
         if message.backend is not None:
             self.backends += (message.backend,)
             return f"tried the {message.backend.name} backend"
@@ -91,6 +93,7 @@ def examine(announce: Callable[[str], None] = lambda _: None) -> Report:
         backends=trials.backends,
         ucx_devices=trials.devices,
         path=path,
+        streams=trials.streams,
         environment=settings,
         findings=findings,
     )

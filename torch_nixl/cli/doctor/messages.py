@@ -23,3 +23,5 @@ class Message(BaseModel):
     ucx_version: str | None = None
     ucx_complaints: tuple[str, ...] | None = None
     """Warnings and errors that UCX logged while the path was tried."""
+    streams: tuple[str, ...] | None = None
+    """For each device, whether its streams can wait for transfers."""

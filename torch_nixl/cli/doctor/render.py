@@ -60,6 +60,9 @@ def _rows(report: Report) -> Iterator[tuple[str, str]]:
     yield from _host_rows(report.host)
     yield "CMA", _describe_cma(report.cma)
     yield from _path_rows(report.path)
+    for line in report.streams:
+        device, _, text = line.partition(": ")
+        yield f"streams of {device}", text
     for setting in report.environment:
         yield setting.name, f"{setting.value} (set by {setting.source})"
 

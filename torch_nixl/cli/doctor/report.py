@@ -144,6 +144,8 @@ class Report(_Value):
     backends: tuple[Backend, ...]
     ucx_devices: tuple[UcxDevice, ...]
     path: Path
+    streams: tuple[str, ...] = ()
+    """For each device: ``cuda:0: streams wait for transfers, by cuda.bindings``, or why not."""
     environment: tuple[Setting, ...]
     findings: tuple[Finding, ...]
 

@@ -25,12 +25,32 @@ BACKEND_TIMEOUT_S = 20.0
 PAIR_TIMEOUT_S = 45.0
 
 _UCX = "UCX"
+_DEVICE_FILES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 _PAIR_ENVIRONMENT = {"UCX_LOG_LEVEL": "info", "UCX_PROTO_INFO": "y"}
 
 
 def main(descriptor: int) -> None:
     """Try everything and report on `descriptor`."""
     _report(descriptor, Message(cma=try_cma(CMA_TIMEOUT_S)))
+    _try_nixl(descriptor)
+    # Last: a device that is broken may take the process with it.
+    streams = _describe_streams()
+    if streams:
+        _report(descriptor, Message(streams=streams))
+
+
+def _describe_streams() -> tuple[str, ...]:
+    # To import torch takes seconds, and where there is no device there is nothing to tell.
+    if not any(FilePath(name).exists() for name in _DEVICE_FILES):
+        return ()
+    try:
+        from torch_nixl.engine.device_streams import describe_devices
+    except ImportError:
+        return ()
+    return describe_devices()
+
+
+def _try_nixl(descriptor: int) -> None:
     # Imported only now: if NIXL is missing, or if its import crashes, the above is known already.
     from torch_nixl.cli.doctor.pair import try_pair
     from torch_nixl.engine import nixl

@@ -1,0 +1,119 @@
+"""Things done later, and by whom: the progress driver, a device's own thread, a watcher.
+
+Pure: no torch, no devices.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+log = logging.getLogger("torch_nixl.streams")
+
+
+class Deferred:
+    """What the progress driver does once something has come to pass.
+
+    Attributes:
+        entries: What it waits for, and what it then does, in no particular order.
+    """
+
+    __slots__ = ("entries",)
+
+    def __init__(self) -> None:
+        self.entries: deque[tuple[Callable[[], bool], Callable[[], None]]] = deque()
+
+    def add(self, ready: Callable[[], bool], action: Callable[[], None]) -> None:
+        """Have `action` called by the driver, without locks, once `ready` holds."""
+        self.entries.append((ready, action))
+
+    def run(self) -> bool:
+        """Do what is due; return whether anything was. Called by the driver alone."""
+        entries = self.entries
+        moved = False
+        for _ in range(len(entries)):
+            ready, action = entries.popleft()
+            try:
+                if not ready():
+                    entries.append((ready, action))
+                    continue
+                moved = True
+                action()
+            except Exception:
+                log.exception("a deferred operation raised")
+        return moved
+
+
+_waiting = Deferred()
+_waiting_lock = threading.Lock()
+_watcher: threading.Thread | None = None
+
+
+def when(ready: Callable[[], bool], action: Callable[[], None]) -> None:
+    """Do what must not depend on any connection once `ready` holds, in a thread of its own."""
+    global _watcher
+    with _waiting_lock:
+        _waiting.add(ready, action)
+        if _watcher is None:
+            _watcher = threading.Thread(target=_watch, name="torch_nixl-streams", daemon=True)
+            _watcher.start()
+
+
+def _watch() -> None:
+    global _watcher
+    while True:
+        _waiting.run()
+        with _waiting_lock:
+            if not _waiting.entries:
+                _watcher = None
+                return
+        time.sleep(0.001)
+
+
+class Worker:
+    """A thread that does one thing after the other, started when first needed.
+
+    A daemon: it sleeps without holding anything unless a device is at work.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._jobs: deque[Callable[[], None]] = deque()
+        self._wake = threading.Semaphore(0)
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def submit(self, job: Callable[[], None]) -> None:
+        """Have `job` done, which must not raise."""
+        self._jobs.append(job)
+        if self._thread is None:
+            with self._lock:
+                if self._thread is None:
+                    self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                    self._thread.start()
+        self._wake.release()
+
+    def _run(self) -> None:
+        while True:
+            self._wake.acquire()
+            # No reference is kept while it sleeps.
+            self._jobs.popleft()()
+
+
+def perform(
+    work: Callable[[], None],
+    then: Callable[[BaseException | None], None],
+) -> None:
+    """Do work and tell how it ended: what a device's thread runs."""
+    error: BaseException | None = None
+    try:
+        work()
+    except Exception as caught:  # noqa: BLE001 - whoever waits for it is told
+        error = caught
+    try:
+        then(error)
+    except Exception:
+        log.exception("what follows a copy on a device raised")
