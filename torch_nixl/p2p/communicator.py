@@ -130,7 +130,7 @@ class Communicator(TreeMethods):
             PeerLostError: The receiver died or closed.
             ClosedError: This Communicator is closed.
         """
-        operation = self._send(tensor, dst, tag, timeout, waiting=True)
+        operation = self._send(tensor, dst, protocol.check_tag(tag), timeout, waiting=True)
         if isinstance(operation, SendOperation):
             operation.wait()
 
@@ -141,7 +141,7 @@ class Communicator(TreeMethods):
 
         See `send` for arguments and errors; those after the first three come with the Work.
         """
-        operation = self._send(tensor, dst, tag, timeout, waiting=False)
+        operation = self._send(tensor, dst, protocol.check_tag(tag), timeout, waiting=False)
         if isinstance(operation, SendOperation):
             return Work(self._exchange, operation)
         return Work(self._exchange, None, name=(dst, operation), nbytes=tensor.nbytes)
@@ -153,7 +153,6 @@ class Communicator(TreeMethods):
         if not address:
             tensor = sendable(tensor)
         description = describe(tensor)
-        protocol.check_tag(tag)
         exchange = self._exchange
         deadline = self._deadline(timeout)
         peer = exchange.peers.get(dst)
@@ -202,7 +201,7 @@ class Communicator(TreeMethods):
             TransferError: The sender gave up, or could not move it.
             ClosedError: This Communicator is closed.
         """
-        operation = self._receive(src, out, tag, device, timeout, spin=True)
+        operation = self._receive(src, out, protocol.check_tag(tag), device, timeout, spin=True)
         operation.wait()
         result: torch.Tensor = operation.result
         return result
@@ -217,7 +216,7 @@ class Communicator(TreeMethods):
         timeout: float | None = None,
     ) -> Work:
         """Begin to receive a tensor. See `recv`; the Work's `result()` has the tensor."""
-        operation = self._receive(src, out, tag, device, timeout, spin=False)
+        operation = self._receive(src, out, protocol.check_tag(tag), device, timeout, spin=False)
         self._connection.progress.kick()
         return Work(self._exchange, operation)
 
@@ -231,7 +230,6 @@ class Communicator(TreeMethods):
         *,
         spin: bool,
     ) -> ReceiveOperation:
-        protocol.check_tag(tag)
         address = 0
         if out is not None:
             if device is not None:
