@@ -1,13 +1,16 @@
 """Move PyTorch tensors between processes over NIXL.
 
-Importing this package is cheap and changes nothing: no NIXL, no environment variable, no thread,
-no log line. Names are loaded when they are first used.
+Importing this package is cheap: no NIXL, no torch, no environment variable, no thread, no log line.
+Names are loaded when they are first used. All that it does is to make the backend "nixl" known to
+`torch.distributed`, as soon as that is imported.
 """
 
 from __future__ import annotations
 
 import importlib
 from typing import TYPE_CHECKING
+
+from torch_nixl.process_group.registration import register_when_loaded
 
 if TYPE_CHECKING:
     from torch_nixl import connect, metrics
@@ -196,3 +199,6 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *_HOMES, *_MODULES})
+
+
+register_when_loaded()

@@ -66,6 +66,8 @@ class Communicator(TreeMethods):
         timeout: Seconds after which sends and receives end with `TransferTimeout`; None for never.
         connection: An agent to use instead of the one that all Communicators share. Not closed
             with the Communicator.
+        once: No other Communicator is ever made with this prefix in this store: once all are
+            closed, nothing is left there.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class Communicator(TreeMethods):
         prefix: str = "torch_nixl",
         timeout: float | datetime.timedelta | None = DEFAULT_TIMEOUT,
         connection: Connection | None = None,
+        once: bool = False,
     ) -> None:
         if not 0 <= rank < world_size:
             raise ValueError(f"rank={rank}: expected 0 to {world_size - 1}")
@@ -87,7 +90,7 @@ class Communicator(TreeMethods):
         self._connection = share_connection(rank) if connection is None else connection
         try:
             key = self._connection.metadata_key
-            self._bootstrap = Bootstrap(store, prefix, rank, world_size, key)
+            self._bootstrap = Bootstrap(store, prefix, rank, world_size, key, once=once)
             self._hub = hub_of(self._connection)
             context = self._bootstrap.context
             self._exchange = Exchange(self._connection, context, rank, world_size, self._hub.lock)
