@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from process_group import programs
-from torch_nixl.testing import RankPool
+from torch_nixl.testing import RankPool, run_ranks
 
 
 def _assert_same(ours: list[list[torch.Tensor]], theirs: list[list[torch.Tensor]]) -> None:
@@ -22,6 +22,12 @@ def test_every_operation_does_what_it_does_on_gloo(
 ) -> None:
     ours = rank_pool.run(programs.everything, args=("nixl", count), world_size=size)
     _assert_same(ours, rank_pool.run(programs.everything, args=("gloo", count), world_size=size))
+
+
+def test_every_operation_over_tcp_with_a_secret(rank_pool: RankPool) -> None:
+    environment = {"UCX_TLS": "tcp,self", "TORCH_NIXL_SECRET": "sesame"}
+    ours = run_ranks(programs.everything, 2, args=("nixl", 50_000), env=environment)
+    _assert_same(ours, rank_pool.run(programs.everything, args=("gloo", 50_000), world_size=2))
 
 
 def test_empty_tensors_go_through_every_operation(rank_pool: RankPool) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from torch_nixl.collectives.group import group_of
 from torch_nixl.errors import ClosedError
 from torch_nixl.p2p.communicator import Communicator
 from torch_nixl.process_group.backend_view import BackendView
@@ -61,10 +62,11 @@ class NixlProcessGroup(Operations, dist.ProcessGroup):  # type: ignore[misc]
         self._num_barriers = 0
         self._coalesced: list[GroupWork] | None = None
         self._destroyed = ""
-        # The caller's threads may be many: each wait has its deadline from here.
         self._communicator = Communicator(
             store, rank, size, prefix=NAME, timeout=timeout, once=once
         )
+        # Other ranks may ask about a collective before this one has called its first.
+        group_of(self._communicator)
         # [Note: the registered backend]
         # The group has no name, and functional collectives can't find it, unless a C++ backend is
         # registered for each device. This one never moves anything: it raises for an operation
@@ -130,8 +132,8 @@ class NixlProcessGroup(Operations, dist.ProcessGroup):  # type: ignore[misc]
         served = [f"{device} by {NAME}" for device in self._devices]
         served += [f"{device} by {other.name()}" for device, other in self._others.items()]
         return (
-            f"this group has no backend for tensors on {kind}: it serves {', '.join(served)}. "
-            f"Name one when the group is made, as in 'cpu:gloo,{kind}:{NAME}'"
+            f"this group has no backend for tensors on {kind}: it serves {', '.join(served)}; "
+            "what serves which device is said when the group is made"
         )
 
     def _distinct_others(self) -> list[Other]:

@@ -96,7 +96,8 @@ class GroupWork(dist.Work):
         One that fails raises `RuntimeError` with the error's name and text, whoever waits for it:
         an exception set from Python would pass for a value where C++ waits, as in DDP.
         """
-        ended: torch.futures.Future[None] = torch.futures.Future()
+        devices = [one for one in {each.device for each in self._outputs} if one.type != "cpu"]
+        ended: torch.futures.Future[None] = torch.futures.Future(devices=devices or None)  # type: ignore[arg-type]
         future = ended.then(self._check)
         if self.pending is None:
             ended.set_result(None)
