@@ -13,10 +13,9 @@ from collections.abc import Generator, Iterator, Sequence
 import torch
 
 from torch_nixl.collectives import choice
-from torch_nixl.collectives.operation import Steps
+from torch_nixl.collectives.operation import Message, Steps
 from torch_nixl.collectives.port import Port
 from torch_nixl.collectives.reduction import Reduction
-from torch_nixl.engine.operation import Operation
 
 _DATA, _RESULT = 0, 1
 
@@ -121,14 +120,14 @@ def reduce(
     segments = _segments(tensor, port.world_size)
     if port.rank != dst:
         total = torch.empty_like(segments[port.rank])
-        yield from _reduce_segment(port, total, segments, how, [dst])
+        yield from _reduce_segment(port, total, segments, how, [dst], tensor.nbytes)
         return
     assert out is not None
     results = _segments(out, port.world_size)
-    yield from _reduce_segment(port, results[port.rank], segments, how, [])
+    yield from _reduce_segment(port, results[port.rank], segments, how, [], out.nbytes)
     for step in range(1, port.world_size):
         src = (port.rank - step) % port.world_size
-        for chunk in _chunks(results[src], port.world_size):
+        for chunk in _chunks(results[src], out.nbytes, port.world_size):
             yield port.recv(chunk, src, phase=_RESULT)
 
 
@@ -144,10 +143,13 @@ def all_reduce(port: Port, tensor: torch.Tensor, how: Reduction) -> Steps:
         return
     segments = _segments(tensor, size)
     others = [(port.rank + step) % size for step in range(1, size)]
-    results: list[Operation] = []
+    results: list[Message] = []
     for src in reversed(others):
-        results += [port.recv(chunk, src, phase=_RESULT) for chunk in _chunks(segments[src], size)]
-    yield from _reduce_segment(port, segments[port.rank], segments, how, others)
+        results += [
+            port.recv(chunk, src, phase=_RESULT)
+            for chunk in _chunks(segments[src], tensor.nbytes, size)
+        ]
+    yield from _reduce_segment(port, segments[port.rank], segments, how, others, tensor.nbytes)
     yield from results
 
 
@@ -174,12 +176,10 @@ def reduce_scatter(
     port: Port, out: torch.Tensor, inputs: Sequence[torch.Tensor], how: Reduction
 ) -> Steps:
     """Each rank reduces its segment."""
-    yield from _reduce_segment(port, out, inputs, how, [])
+    yield from _reduce_segment(port, out, inputs, how, [], None)
 
 
-def _receive_values(
-    port: Port, mine: torch.Tensor
-) -> Generator[Operation, None, list[torch.Tensor]]:
+def _receive_values(port: Port, mine: torch.Tensor) -> Generator[Message, None, list[torch.Tensor]]:
     """Receive all of what every other rank has; return what all have, in the order of ranks."""
     values = [
         mine if rank == port.rank else torch.empty_like(mine) for rank in range(port.world_size)
@@ -198,34 +198,43 @@ def _reduce_segment(
     segments: Sequence[torch.Tensor],
     how: Reduction,
     targets: Sequence[int],
+    output_nbytes: int | None,
 ) -> Steps:
     """Exchange segments and reduce this rank's, chunk by chunk, into `out`.
 
     Each chunk goes to the ranks in `targets` as soon as it is reduced.
+
+    Args:
+        port: The group.
+        out: ``[n]``; may be this rank's segment itself.
+        segments: One for each rank.
+        how: The reduction.
+        targets: Ranks.
+        output_nbytes: See `choice.chunk_nbytes`; each rank's segment is its output by default.
     """
     size = port.world_size
     for step in range(1, size):
         dst = (port.rank + step) % size
-        for chunk in _chunks(segments[dst], size):
+        for chunk in _chunks(segments[dst], output_nbytes, size):
             port.send(chunk, dst)
-    mine = list(_chunks(segments[port.rank], size))
-    results = list(_chunks(out, size))
+    mine = list(_chunks(segments[port.rank], output_nbytes, size))
+    results = torch.split(out, mine[0].numel()) if mine else ()
     sources = [(port.rank - step) % size for step in range(1, size)]
-    room = [[torch.empty_like(mine[0]) for _ in sources] for _ in range(2)] if mine else []
-    coming: list[list[Operation]] = []
+    room: list[dict[int, torch.Tensor]] = []
+    coming: list[list[Message]] = []
 
     def receive(index: int) -> None:
-        buffers = room[index % 2]
+        # Two chunks from each rank have room: the one that is reduced and the next.
+        if len(room) < 2:
+            room.append({src: torch.empty_like(mine[index]) for src in sources})
         count = mine[index].numel()
-        coming.append(
-            [port.recv(buffer[:count], src) for buffer, src in zip(buffers, sources, strict=True)]
-        )
+        coming.append([port.recv(buffer[:count], src) for src, buffer in room[index % 2].items()])
 
     for index in range(min(2, len(mine))):
         receive(index)
     for index, (chunk, result) in enumerate(zip(mine, results, strict=True)):
         yield from coming[index]
-        received = dict(zip(sources, room[index % 2], strict=True))
+        received = room[index % 2]
         values = [
             chunk if rank == port.rank else received[rank][: chunk.numel()] for rank in range(size)
         ]
@@ -241,10 +250,15 @@ def _segments(tensor: torch.Tensor, count: int) -> list[torch.Tensor]:
     return list(torch.tensor_split(tensor, count))
 
 
-def _chunks(segment: torch.Tensor, world_size: int) -> Iterator[torch.Tensor]:
+def _chunks(
+    segment: torch.Tensor, output_nbytes: int | None, world_size: int
+) -> Iterator[torch.Tensor]:
     """Cut a segment into the pieces that are exchanged one by one."""
-    nbytes = choice.chunk_nbytes(segment.nbytes, world_size)
-    step = max(1, nbytes // segment.element_size())
+    nbytes = segment.nbytes
+    most = choice.chunk_nbytes(
+        nbytes, nbytes if output_nbytes is None else output_nbytes, world_size
+    )
+    step = max(1, most // segment.element_size())
     for start in range(0, segment.numel(), step):
         yield segment[start : start + step]
 

@@ -30,10 +30,19 @@ def reduces_at_once(nbytes: int, world_size: int) -> bool:
     return nbytes * (world_size - 1) <= SMALL_NBYTES
 
 
-def chunk_nbytes(segment_nbytes: int, world_size: int) -> int:
+def chunk_nbytes(segment_nbytes: int, output_nbytes: int, world_size: int) -> int:
     """How many bytes of a rank's segment are reduced at a time.
 
-    Chunks of all other ranks are in memory together, two of each: no more than the segments.
+    Chunks of all other ranks are in memory together, and from the second on those that come next:
+    no more than the output, unless that is tiny.
+
+    Args:
+        segment_nbytes: What one rank reduces.
+        output_nbytes: What the collective gives each rank.
+        world_size: How many ranks there are.
     """
     others = max(1, world_size - 1)
-    return max(MIN_CHUNK_NBYTES, min(CHUNK_NBYTES, CHUNK_NBYTES * 2 // others, segment_nbytes))
+    most = max(MIN_CHUNK_NBYTES, min(CHUNK_NBYTES, 2 * CHUNK_NBYTES // others))
+    if segment_nbytes <= most and segment_nbytes * others <= output_nbytes:
+        return segment_nbytes
+    return max(MIN_CHUNK_NBYTES, min(most, output_nbytes // (2 * others)))

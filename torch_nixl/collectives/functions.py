@@ -223,6 +223,9 @@ def all_to_all_tensor(
     if len(dtypes) > 1:
         raise TypeError(f"expected one dtype, not {', '.join(sorted(map(str, dtypes)))}")
     check_apart(parts, inputs)
+    own, kept = inputs[communicator.rank].numel(), parts[communicator.rank].numel()
+    if own != kept:
+        raise ValueError(f"this rank sends itself {own} elements, but expects {kept}")
     signature = sign("all_to_all", str(dtypes.pop()))
 
     def steps(port: Port) -> Steps:

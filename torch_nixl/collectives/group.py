@@ -119,19 +119,31 @@ class CollectiveGroup:
             for rank in range(communicator.world_size):
                 if rank != communicator.rank and rank not in peers:
                     communicator._meet(rank, "rank", limit)
-        self._check_strays()
 
-    def _check_strays(self) -> None:
-        """Fail if a rank has sent something in an earlier collective that was never received."""
+    def check_strays(self, operation: CollectiveOperation) -> None:
+        """Fail if a rank has sent something by now that no collective of ours receives.
+
+        Two that both take themselves for the root of a small broadcast wait for nobody. What they
+        have sent each other is found once they have next heard from each other.
+
+        Args:
+            operation: One that is about to end.
+
+        Raises:
+            MismatchError: A rank has.
+        """
         matcher = self._exchange.inbox.matcher
         if not matcher.num_messages:
             return
         with self._exchange.lock:
-            tags = {(one.tag, one.source) for one in matcher.messages() if one.tag < 0}
+            tags = matcher.tags()
         for tag, source in tags:
-            number = protocol.number_of(tag, self._next)
+            if tag >= 0:
+                continue
+            number = protocol.number_of(tag, operation.number)
             with self._lock:
-                stray = number < self._next and number not in self._active
+                mine = number == operation.number
+                stray = mine or (number < operation.number and number not in self._active)
             if stray:
                 known = self._history.get(number, "unknown by now")
                 raise MismatchError(

@@ -22,12 +22,16 @@ from torch_nixl.collectives.port import Port
 from torch_nixl.collectives.protocol import Signature
 from torch_nixl.engine.operation import Operation, deadline_after
 from torch_nixl.errors import TransferCancelled
+from torch_nixl.p2p.receiving import ReceiveOperation
+from torch_nixl.p2p.sending import SendOperation
+from torch_nixl.p2p.tensors import MismatchError
 
 if TYPE_CHECKING:
     from torch_nixl.collectives.group import CollectiveGroup
     from torch_nixl.p2p.communicator import Communicator
 
-Steps: TypeAlias = Generator[Operation, None, None]
+Message: TypeAlias = SendOperation | ReceiveOperation
+Steps: TypeAlias = Generator[Message, None, None]
 Algorithm: TypeAlias = Callable[[Port], Steps]
 
 ASK_SECONDS = 0.25
@@ -77,14 +81,14 @@ class CollectiveOperation(Operation):
         outputs: Sequence[torch.Tensor],
         limit: float | None,
     ) -> None:
-        self._parts: list[Operation] = []
+        self._parts: list[Message] = []
         self._attended = 0
         super().__init__(communicator.connection, signature.name, (), None)
         self._group = group
         self._communicator = communicator
         self._running = threading.Lock()
-        self._blocking: Operation | None = None
-        self._watched: Operation | None = None
+        self._blocking: Message | None = None
+        self._watched: Message | None = None
         self._asked_at = 0.0
         self._pause = ASK_SECONDS
         self._earlier: set[int] | None = None
@@ -121,13 +125,7 @@ class CollectiveOperation(Operation):
     @property
     def awaited(self) -> set[int]:
         """Ranks that it waits for a message from, or for to receive one."""
-        ranks = set()
-        for part in list(self._parts):
-            rank = getattr(part, "source", None)
-            peer = getattr(part, "peer", None)
-            if not part.done:
-                ranks.add(rank if peer is None else peer.rank)
-        return {rank for rank in ranks if isinstance(rank, int)}
+        return {_other(part) for part in list(self._parts) if not part.done}
 
     def __str__(self) -> str:
         return f"collective {self.number}, {self.signature}"
@@ -138,7 +136,7 @@ class CollectiveOperation(Operation):
         self._connection.operations.add(self)
         self.attend()
 
-    def take(self, part: Operation) -> None:
+    def take(self, part: Message) -> None:
         """Attend to a message from now on."""
         part.attended = self._attended
         self._parts.append(part)
@@ -167,45 +165,43 @@ class CollectiveOperation(Operation):
         try:
             while not self._done:
                 blocking = self._blocking
-                if blocking is None or blocking.done:
-                    if blocking is not None and blocking.error is not None:
-                        raise blocking.error
+                if blocking is not None and not blocking._done:
+                    if not self._attend_parts():
+                        return moved
                     moved = True
-                    if self._steps is not None:
-                        try:
-                            self._blocking = next(self._steps)
-                            continue
-                        except StopIteration:
-                            self._steps = None
-                    # What is left are messages whose end the algorithm didn't wait for.
-                    self._tidy()
-                    if not self._parts:
-                        self._complete()
-                        return True
-                    self._blocking = self._parts[0]
                     continue
-                if not self._attend_parts():
-                    return moved
+                if blocking is not None and blocking._error is not None:
+                    raise _named(blocking, blocking._error)
                 moved = True
+                if self._steps is not None:
+                    try:
+                        self._blocking = next(self._steps)
+                        continue
+                    except StopIteration:
+                        self._steps = None
+                # What is left are messages whose end the algorithm didn't wait for.
+                self._blocking = next((part for part in self._parts if not part._done), None)
+                if self._blocking is None:
+                    self._attend_parts()
+                    self._group.check_strays(self)
+                    self._complete()
         except Exception as error:  # noqa: BLE001 - it ends the collective, on every rank
             self._group.fail(self, error)
         return moved
 
     def _attend_parts(self) -> bool:
         """Attend to all messages; return whether the one that is waited for has ended."""
-        blocking = self._blocking
-        assert blocking is not None
+        ended = False
         for part in self._parts:
-            if not part.done:
+            if not part._done:
                 part.attend()
-        self._tidy()
-        return blocking.done
-
-    def _tidy(self) -> None:
-        for part in self._parts:
-            if part.done and part.error is not None:
-                raise part.error
-        self._parts = [part for part in self._parts if not part.done]
+            if part._done:
+                ended = True
+                if part._error is not None:
+                    raise _named(part, part._error)
+        if ended:
+            self._parts = [part for part in self._parts if not part._done]
+        return self._blocking is None or self._blocking._done
 
     def _complete(self) -> None:
         self._group.forget(self)
@@ -226,7 +222,7 @@ class CollectiveOperation(Operation):
             self._steps = None
             for part in list(self._parts):
                 if not part.done:
-                    part.fail(TransferCancelled(f"{part}: {error}"))  # type: ignore[attr-defined]
+                    part.fail(TransferCancelled(f"{part}: {error}"))
 
     # Waiting and time.
 
@@ -293,3 +289,18 @@ class CollectiveOperation(Operation):
 
     def on_lost(self, error: BaseException) -> None:
         """Its messages are told of it themselves."""
+
+
+def _other(part: Message) -> int:
+    """The rank at the other end."""
+    if isinstance(part, SendOperation):
+        return part.peer.rank
+    assert part.source is not None
+    return part.source
+
+
+def _named(part: Message, error: BaseException) -> BaseException:
+    """The error of a message, with the rank at its other end."""
+    if isinstance(error, MismatchError):
+        return MismatchError(f"with rank {_other(part)}: {error}")
+    return error

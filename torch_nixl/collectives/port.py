@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from torch_nixl.collectives.protocol import tag_of
-from torch_nixl.engine.operation import Operation
+from torch_nixl.p2p.receiving import ReceiveOperation
+from torch_nixl.p2p.sending import SendOperation
 
 if TYPE_CHECKING:
     from torch_nixl.collectives.operation import CollectiveOperation
@@ -37,7 +38,7 @@ class Port:
 
     def send(
         self, tensor: torch.Tensor, dst: int, *, phase: int = 0, assist: bool = False
-    ) -> Operation | None:
+    ) -> SendOperation | None:
         """Begin to send. The collective does not end before this has.
 
         Args:
@@ -52,12 +53,12 @@ class Port:
         tag = tag_of(self._number, self._mark, phase)
         waiting = assist and self._operation.attended > 0
         part = self._communicator._send(tensor, dst, tag, math.inf, waiting=waiting)
-        if isinstance(part, Operation):
+        if isinstance(part, SendOperation):
             self._operation.take(part)
             return part
         return None
 
-    def recv(self, out: torch.Tensor, src: int, *, phase: int = 0) -> Operation:
+    def recv(self, out: torch.Tensor, src: int, *, phase: int = 0) -> ReceiveOperation:
         """Begin to receive into `out`; yield what this returns to wait for it."""
         tag = tag_of(self._number, self._mark, phase)
         part = self._communicator._receive(src, out, tag, None, math.inf, spin=False)

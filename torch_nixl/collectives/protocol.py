@@ -25,6 +25,7 @@ from torch_nixl.errors import (
     TransferError,
     TransferTimeout,
 )
+from torch_nixl.p2p.tensors import MismatchError
 
 ASK: Final = 60
 TELL: Final = 61
@@ -49,6 +50,7 @@ _ERRORS: Final[tuple[type[TorchNixlError], ...]] = (
     TransferCancelled,
     PeerLostError,
     ClosedError,
+    MismatchError,
 )
 
 

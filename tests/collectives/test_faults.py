@@ -1,0 +1,429 @@
+"""Ranks that call different things, or nothing, on the loopback adapter; and async collectives."""
+
+# ruff: noqa: B023 - what is begun in a loop's turn ends in it
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import torch_nixl
+from collectives.conftest import World, together
+from torch_nixl import collectives as c
+from torch_nixl.collectives import operation
+from torch_nixl.collectives.group import group_of
+from torch_nixl.errors import (
+    ClosedError,
+    PeerLostError,
+    TransferCancelled,
+    TransferError,
+    TransferTimeout,
+)
+from torch_nixl.p2p import protocol
+from torch_nixl.p2p.communicator import Communicator
+from torch_nixl.p2p.tensors import MismatchError
+from torch_nixl.testing import LoopbackFabric
+
+LARGE = 300_000
+"""Elements of a tensor of which every rank's part is offered."""
+
+Call = Callable[[Communicator], "c.CollectiveWork | None"]
+
+
+@pytest.fixture(autouse=True)
+def _asks_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operation, "ASK_SECONDS", 0.05)
+
+
+def ends(ranks: list[Communicator], call: Call, seconds: float = 10.0) -> list[BaseException]:
+    """Let every rank begin something; return what each ended with."""
+    works = []
+    errors: list[BaseException] = []
+    for rank in ranks:
+        try:
+            works.append(call(rank))
+        except TransferError as error:
+            errors.append(error)
+    for work in works:
+        assert work is not None
+        try:
+            work.wait(seconds)
+        except TransferError as error:
+            errors.append(error)
+    return errors
+
+
+@pytest.mark.parametrize("count", [10, LARGE])
+@pytest.mark.parametrize(
+    ("name", "wrong", "says"),
+    [
+        (
+            "shape",
+            lambda g, n: c.all_reduce_tensor(torch.ones(n + 1), group=g, async_op=True),
+            "[{}] of torch.float32, op=sum",
+        ),
+        (
+            "dtype",
+            lambda g, n: c.all_reduce_tensor(torch.ones(n).double(), group=g, async_op=True),
+            "torch.float64",
+        ),
+        (
+            "op",
+            lambda g, n: c.all_reduce_tensor(
+                torch.ones(n), op=dist.ReduceOp.MAX, group=g, async_op=True
+            ),
+            "op=max",
+        ),
+        ("kind", lambda g, n: c.barrier(group=g, async_op=True), "barrier()"),
+        (
+            "root",
+            lambda g, n: c.broadcast_tensor(torch.ones(n), 0, group=g, async_op=True),
+            "src=0",
+        ),
+    ],
+)
+def test_ranks_that_call_different_things_all_learn_both(
+    world: World, name: str, wrong: Callable[..., c.CollectiveWork], says: str, count: int
+) -> None:
+    ranks = world(3)
+    together(ranks, lambda g: c.barrier(group=g, async_op=True))
+
+    def call(g: Communicator) -> c.CollectiveWork | None:
+        if g.rank == 2:
+            return wrong(g, count)
+        return c.all_reduce_tensor(torch.ones(count), group=g, async_op=True)
+
+    errors = ends(ranks, call)
+    assert len(errors) == 3
+    for error in errors:
+        assert isinstance(error, MismatchError)
+        assert f"all_reduce([{count}] of torch.float32, op=sum)" in str(error)
+        assert says.format(count + 1) in str(error)
+        assert "collective 1" in str(error)
+    # Nothing is left that waits, and p2p goes on.
+    ranks[0].send(torch.tensor(5), 1)
+    assert int(ranks[1].recv(0)) == 5
+
+
+def test_several_roots_of_a_small_broadcast_are_found_by_the_next_collective(world: World) -> None:
+    ranks = world(2)
+    together(ranks, lambda g: c.broadcast_tensor(torch.ones(2), g.rank, group=g, async_op=True))
+    errors = ends(ranks, lambda g: c.barrier(group=g, async_op=True))
+    assert len(errors) == 2
+    assert all(isinstance(one, MismatchError) and "broadcast" in str(one) for one in errors)
+
+
+@pytest.mark.parametrize("rows", [2, 50_000])
+def test_counts_of_an_all_to_all_that_differ_are_named_on_every_rank(
+    world: World, rows: int
+) -> None:
+    ranks = world(3)
+
+    def call(g: Communicator) -> c.CollectiveWork | None:
+        more = int(g.rank == 2)
+        return c.all_to_all_tensor(
+            torch.zeros(3 * rows + more),
+            torch.zeros(3 * rows),
+            out_splits=[rows + more, rows, rows],
+            group=g,
+            async_op=True,
+        )
+
+    ends(ranks, call)
+    # A rank whose own part was done learns of it with its next collective.
+    errors = ends(ranks, lambda g: c.barrier(group=g, async_op=True))
+    assert len(errors) == 3
+    for error in errors:
+        assert isinstance(error, MismatchError), error
+        assert f"[{rows}]" in str(error)
+        assert f"[{rows + 1}]" in str(error)
+
+
+@pytest.mark.parametrize("call", ["all_reduce", "broadcast", "barrier", "gather"])
+def test_rank_that_never_calls_is_named_at_the_timeout(world: World, call: str) -> None:
+    ranks = world(3)
+    together(ranks, lambda g: c.barrier(group=g, async_op=True))
+    calls: dict[str, Call] = {
+        "all_reduce": lambda g: c.all_reduce_tensor(
+            torch.ones(9), group=g, async_op=True, timeout=0.6
+        ),
+        "broadcast": lambda g: c.broadcast_tensor(
+            torch.ones(LARGE), 0, group=g, async_op=True, timeout=0.6
+        ),
+        "barrier": lambda g: c.barrier(group=g, async_op=True, timeout=0.6),
+        "gather": lambda g: c.gather_tensor(
+            torch.ones(9),
+            None if g.rank else [torch.ones(9)] * 3,
+            0,
+            group=g,
+            async_op=True,
+            timeout=0.6,
+        ),
+    }
+    started = time.monotonic()
+    errors = ends(ranks[:2], calls[call])
+    assert time.monotonic() - started < 5
+    assert errors
+    for error in errors:
+        assert isinstance(error, TransferTimeout)
+        assert f"collective 1, {call}(" in str(error)
+        assert "no sign of rank 2" in str(error)
+    # The group is of no use any more, on the rank that has slept, too.
+    for rank in ranks:
+        assert has_failed(rank)
+        with pytest.raises(TransferTimeout, match="failed before"):
+            c.barrier(group=rank)
+    ranks[0].send(torch.tensor(5), 1)
+    assert int(ranks[1].recv(0)) == 5
+
+
+def has_failed(rank: Communicator) -> bool:
+    """Whether a rank knows within five seconds that its group has failed."""
+    return rank.connection.progress.wait_until(
+        lambda: group_of(rank).failed is not None, time.monotonic() + 5
+    )
+
+
+def test_ranks_that_all_called_but_stand_still_are_named(
+    world: World, fabric: LoopbackFabric
+) -> None:
+    ranks = world(2)
+    together(ranks, lambda g: c.barrier(group=g, async_op=True))
+    fabric.delay(1)
+    errors = ends(
+        ranks,
+        lambda g: c.all_reduce_tensor(torch.ones(LARGE), group=g, async_op=True, timeout=1.0),
+    )
+    assert len(errors) == 2
+    assert all(isinstance(one, TransferTimeout) for one in errors)
+    assert any("all ranks have begun it; waits for rank" in str(one) for one in errors)
+
+
+@pytest.mark.parametrize("count", [3, LARGE])
+def test_dead_rank_ends_it_on_every_other_rank(
+    world: World, fabric: LoopbackFabric, count: int
+) -> None:
+    ranks = world(3)
+    together(ranks, lambda g: c.barrier(group=g, async_op=True))
+    works = [
+        c.all_reduce_tensor(torch.ones(count), group=rank, async_op=True) for rank in ranks[:2]
+    ]
+    fabric.kill(ranks[2].connection.name)
+    for work in works:
+        assert work is not None
+        with pytest.raises(PeerLostError, match=r"all_reduce.*rank 2"):
+            work.wait(10)
+    with pytest.raises(PeerLostError, match="failed before"):
+        c.barrier(group=ranks[0])
+
+
+def test_rank_that_closes_is_lost(world: World) -> None:
+    ranks = world(2)
+    together(ranks, lambda g: c.barrier(group=g, async_op=True))
+    work = c.barrier(group=ranks[0], async_op=True)
+    ranks[1].close(1)
+    assert work is not None
+    with pytest.raises(PeerLostError, match=r"from rank 1.*closed"):
+        work.wait(10)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_closed_communicator_is_refused(world: World, size: int) -> None:
+    ranks = world(size)
+    together(ranks, lambda g: c.barrier(group=g, async_op=True))
+    work = c.barrier(group=ranks[0], async_op=True)
+    ranks[0].abort()
+    assert work is not None
+    if size > 1:
+        with pytest.raises(ClosedError):
+            work.wait(10)
+    with pytest.raises(ClosedError):
+        c.barrier(group=ranks[0])
+
+
+def test_cancel_and_a_waits_timeout_end_it_everywhere(world: World) -> None:
+    ways: list[tuple[Callable[[c.CollectiveWork], None], type[TransferError]]] = [
+        (lambda work: work.cancel(), TransferCancelled),
+        (lambda work: work.wait(0.05), TransferTimeout),
+    ]
+    for give_up, kind in ways:
+        a, b = world(2, prefix=f"p{kind.__name__}")
+        together([a, b], lambda g: c.barrier(group=g, async_op=True))
+        tensor = torch.ones(LARGE)
+        work = c.all_reduce_tensor(tensor, group=a, async_op=True)
+        assert work is not None
+        try:
+            give_up(work)
+        except TransferTimeout:
+            assert kind is TransferTimeout
+        with pytest.raises(kind):
+            work.wait()
+        assert work.wait_released(10)
+        assert has_failed(b)
+        with pytest.raises(kind, match="failed before"):
+            c.barrier(group=b)
+        assert a.statistics().outstanding == 0
+
+
+def test_failure_in_the_middle_names_the_cause_and_releases_memory(
+    world: World, fabric: LoopbackFabric, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = world(2)
+    together(ranks, lambda g: c.barrier(group=g, async_op=True))
+
+    def fail(*_: object, **__: object) -> torch.Tensor:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(torch, "empty_like", fail)
+    errors = ends(ranks, lambda g: c.all_reduce_tensor(torch.ones(LARGE), group=g, async_op=True))
+    assert len(errors) == 2
+    assert all("out of memory" in str(one) and "collective 1" in str(one) for one in errors)
+
+
+def test_async_collectives_overlap_and_end_unattended(world: World) -> None:
+    ranks = world(3)
+    counts = [1, LARGE, 10, 70_000, 0, 1000] * 5
+    tensors = [[torch.full((n,), float(i + r)) for i, n in enumerate(counts)] for r in range(3)]
+    works = [
+        [c.all_reduce_tensor(one, group=rank, async_op=True) for one in tensors[rank.rank]]
+        for rank in ranks
+    ]
+    events = []
+    for row in works:
+        for work in row:
+            assert work is not None
+            event = threading.Event()
+            events.append(event)
+            work.add_done_callback(event.set)
+    # Nobody waits in the driver: background threads do it all.
+    assert all(event.wait(30) for event in events)
+    for results in tensors:
+        assert all(bool((one == 3 * i + 3).all()) for i, one in enumerate(results))
+
+
+def test_order_of_waiting_does_not_matter(world: World) -> None:
+    ranks = world(2)
+    tensors = [[torch.full((50,), float(i)) for i in range(20)] for _ in ranks]
+    works = [
+        [c.all_reduce_tensor(one, group=rank, async_op=True) for one in tensors[rank.rank]]
+        for rank in ranks
+    ]
+    for row in works:
+        for work in reversed(row):
+            assert work is not None
+            work.wait(20)
+    assert all(bool((one == 2 * i).all()) for row in tensors for i, one in enumerate(row))
+
+
+def test_threads_of_ranks_wait_inline(world: World) -> None:
+    ranks = world(3)
+    tensors = [torch.full((LARGE,), float(rank)) for rank in range(3)]
+    errors: list[BaseException] = []
+
+    def run(rank: Communicator) -> None:
+        try:
+            for _ in range(5):
+                assert c.all_reduce_tensor(tensors[rank.rank], group=rank) is None
+                c.barrier(group=rank)
+        except BaseException as error:  # noqa: BLE001
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not errors
+    assert all(bool((one == 3**5).all()) for one in tensors)
+
+
+def test_messages_of_programs_never_mix_with_collectives(world: World) -> None:
+    a, b = ranks = world(2)
+    anything = b.irecv()
+    sent = a.isend(torch.ones(LARGE), 1, tag=3)
+    small = [a.isend(torch.tensor(i), 1, tag=7) for i in range(1000)]
+    tensors = [torch.ones(n) for n in (5, LARGE)]
+    copies = [one.clone() for one in tensors]
+    for one, other in zip(tensors, copies, strict=True):
+        together(
+            ranks,
+            lambda g: c.all_reduce_tensor(one if g is a else other, group=g, async_op=True),
+        )
+        assert bool((one == 2).all()) and bool((other == 2).all())
+    assert not anything.is_completed()
+    assert a.iprobe(tag=7) is None
+    assert [int(b.recv(0, tag=7)) for _ in range(1000)] == list(range(1000))
+    assert bool((b.recv(0, tag=3) == 1).all())
+    a.send(torch.tensor(1), 1)
+    assert int(anything.result()) == 1  # type: ignore[arg-type]
+    for work in (sent, *small):
+        work.wait()
+    for tag in (-1, -(1 << 62)):
+        with pytest.raises(ValueError, match="tag"):
+            a.isend(torch.ones(1), 1, tag=tag)
+        with pytest.raises(ValueError, match="tag"):
+            a.irecv(1, tag=tag)
+
+
+def test_futures_awaiting_and_what_a_work_tells(world: World) -> None:
+    a, b = world(2)
+    tensor = torch.ones(4)
+    work = c.all_reduce_tensor(tensor, group=a, async_op=True)
+    assert isinstance(work, torch_nixl.CollectiveWork)
+    assert not work.is_completed() and not work.is_success() and work.exception() is None
+    assert "pending" in repr(work)
+    future = work.get_future()
+    seen: list[object] = []
+    other = torch.ones(4)
+    second = c.all_reduce_tensor(other, group=b, async_op=True)
+    assert second is not None
+
+    async def both() -> None:
+        seen.append((await work)[0])
+        await second
+
+    asyncio.run(both())
+    assert seen[0] is tensor
+    assert future.wait()[0] is tensor
+    assert work.is_success()
+    assert "done" in repr(work)
+    assert work.number == 0
+    failing = c.barrier(group=a, async_op=True)
+    assert failing is not None
+    broken = failing.get_future()
+    failing.cancel()
+    with pytest.raises(Exception, match="cancelled"):
+        broken.wait()
+    assert "failed" in repr(failing)
+
+
+def test_garbage_in_frames_is_refused_and_hurts_nobody(world: World) -> None:
+    a, b = ranks = world(2)
+    together(ranks, lambda g: c.barrier(group=g, async_op=True))
+    peer = a._exchange.peers[1]
+    context = protocol.CONTEXT.pack(a._exchange.context)
+    refused = b.connection.statistics().frames_refused
+    for kind in (60, 61, 62):
+        for tail in (b"", b"\xff" * 3, b"\xff" * 70, b"\xff" * 9000):
+            a._exchange.send(peer, kind, context + tail)
+        a._exchange.send(peer, kind, b"\0")
+    together(ranks, lambda g: c.barrier(group=g, async_op=True))
+    assert b.connection.statistics().frames_refused >= refused + 12
+
+
+def test_many_rounds_leave_nothing_behind(world: World) -> None:
+    ranks = world(2)
+    tensors = [torch.ones(70_000), torch.ones(70_000)]
+    for _ in range(50):
+        together(ranks, lambda g: c.broadcast_tensor(tensors[g.rank], 0, group=g, async_op=True))
+        together(ranks, lambda g: c.barrier(group=g, async_op=True))
+    for rank in ranks:
+        statistics = rank.statistics()
+        assert statistics.outstanding == statistics.unexpected == 0
+        assert len(rank.connection.operations) == statistics.peers
