@@ -13,8 +13,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch.nn.parallel import DistributedDataParallel
 
 import torch_nixl
 from process_group.groups import default_group
@@ -56,6 +59,20 @@ def killed(rank: Rank, name: str) -> None:
         assert f"rank {rank.world_size - 1}" in str(error), error
         assert "#" in str(error) or "collective" in str(error), error
         assert seconds < 5
+
+
+def killed_below_libraries(rank: Rank) -> None:
+    """The last rank dies; DDP and a functional collective say so, from C++ as it were."""
+    with default_group(rank, timeout=60) as group:
+        model = DistributedDataParallel(torch.nn.Linear(4, 4))
+        torch.autograd.backward(model(torch.ones(1, 4)).sum())
+        if rank.rank == rank.world_size - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        loss = model(torch.ones(1, 4)).sum()
+        with pytest.raises(RuntimeError, match=rf"PeerLostError: .*rank {rank.world_size - 1}"):
+            torch.autograd.backward(loss)
+        with pytest.raises(torch_nixl.PeerLostError):
+            functional.all_reduce(torch.ones(2), "sum", group) + 1
 
 
 def stopped(rank: Rank) -> str:
@@ -179,7 +196,7 @@ def main(how: str) -> None:
         work = dist.irecv(inbox, other, tag=99, group=part)
         assert work is not None
         work.get_future().then(lambda _: None)
-        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+        model = DistributedDataParallel(torch.nn.Linear(4, 4))
         torch.autograd.backward(model(one).sum())
         large = torch.full((1_000_000,), 7.0)
         if other == 1:

@@ -189,6 +189,22 @@ def splitting(rank: Rank) -> list[float]:
         return [float(one)]
 
 
+def splitting_mixed(rank: Rank) -> list[float]:
+    """A group that Gloo serves in part: so is what is split off."""
+    with default_group(rank, "cpu:gloo,cuda:nixl") as group:
+        assert isinstance(group, NixlProcessGroup)
+        part = group.split_group([0, 1], group_name="part")
+        assert part is not None
+        assert part._get_backend(torch.device("cpu")).name() == "gloo"
+        assert part._get_backend(torch.device("cuda")).name() == "nixl"
+        with pytest.raises(ValueError, match="no backend for tensors on xpu"):
+            group.split_group([0, 1], group_name="other", device_types=[torch.device("xpu")])
+        one = torch.tensor([float(rank.rank)])
+        part.allreduce([one]).wait()
+        part.shutdown()
+        return [float(one)]
+
+
 def split_by_torch(rank: Rank) -> list[float]:
     """`dist.split_group`, which asks for an accelerator on this host: it is told of one."""
     with default_group(rank) as group, pytest.MonkeyPatch.context() as patch:

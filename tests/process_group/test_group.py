@@ -65,6 +65,10 @@ def test_group_is_split_without_the_rest(rank_pool: RankPool) -> None:
     assert rank_pool.run(programs.splitting, world_size=3) == [[], [3.0], [3.0]]
 
 
+def test_what_is_split_off_a_mixed_group_is_mixed(rank_pool: RankPool) -> None:
+    assert rank_pool.run(programs.splitting_mixed, world_size=2) == [[1.0], [1.0]]
+
+
 def test_torch_splits_a_group(rank_pool: RankPool) -> None:
     assert rank_pool.run(programs.split_by_torch, world_size=3) == [[1.0], [5.0], [5.0]]
 

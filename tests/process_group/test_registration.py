@@ -15,7 +15,7 @@ from torch_nixl.process_group import registration
 
 ROOT = Path(__file__).parents[2]
 
-_REGISTRY = "registry = 'torch.distributed.distributed_c10d'"
+_REGISTRY = "n = 'torch.distributed.distributed_c10d'"
 
 _CHECK = """
 import sys
@@ -36,7 +36,7 @@ assert "class Backend" in inspect.getsource(dist.distributed_c10d)
         "import torch_nixl, torch.distributed as dist",
         "import torch.distributed as dist, torch_nixl",
         # To look for a module is not to import it.
-        "import torch_nixl, importlib.util as i; i.find_spec(registry); import torch.distributed as dist",
+        "import torch_nixl, importlib.util as i; i.find_spec(n); import torch.distributed as dist",
     ],
 )
 def test_backend_is_known_whichever_import_comes_first(imports: str) -> None:

@@ -8,10 +8,9 @@ from types import FrameType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from torch_nixl.process_group.group import NixlProcessGroup
-from torch_nixl.process_group.operations import Other
+from torch_nixl.process_group.others import Other, make_other
 from torch_nixl.process_group.registration import DEVICES, NAME
 
 _HELPER = "_new_process_group_helper"
@@ -39,7 +38,14 @@ def create(options: Any) -> NixlProcessGroup:
         if name == NAME:
             continue
         if name not in by_name:
-            by_name[name] = _made_already(frame, device) or _make(name, device, options)
+            by_name[name] = _made_already(frame, device) or make_other(
+                name,
+                device,
+                options.store,
+                options.group_rank,
+                options.group_size,
+                options.timeout,
+            )
         others[device] = by_name[name]
     return NixlProcessGroup(
         options.store,
@@ -74,25 +80,3 @@ def _made_already(frame: FrameType | None, device: str) -> Other | None:
         return None if half_made is None else half_made._get_backend(torch.device(device))
     except RuntimeError:
         return None
-
-
-def _make(name: str, device: str, options: Any) -> Other:
-    """Make the backend for a device that comes after ours."""
-    store = dist.PrefixStore(f"{device}/", options.store)
-    rank, size, timeout = options.group_rank, options.group_size, options.timeout
-    if name == "gloo":
-        gloo = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
-        gloo._set_sequence_number_for_group()
-        return gloo
-    if name == "nccl" and dist.is_nccl_available():
-        chosen = dist.ProcessGroupNCCL.Options()
-        chosen._timeout = timeout
-        chosen.global_ranks_in_group = options.global_ranks_in_group
-        chosen.group_name = options.group_id
-        nccl = dist.ProcessGroupNCCL(store, rank, size, chosen)
-        nccl._set_sequence_number_for_group()
-        return nccl
-    raise ValueError(
-        f"backend {name!r} for {device} can't be made here: name it before {NAME!r}, as in "
-        f"'{device}:{name},cuda:{NAME}'"
-    )

@@ -16,7 +16,8 @@ from torch_nixl.errors import ClosedError
 from torch_nixl.p2p.communicator import Communicator
 from torch_nixl.process_group.backend_view import BackendView
 from torch_nixl.process_group.monitored import monitored_barrier
-from torch_nixl.process_group.operations import Operations, Other
+from torch_nixl.process_group.operations import Operations
+from torch_nixl.process_group.others import Other, make_other
 from torch_nixl.process_group.registration import NAME
 from torch_nixl.process_group.work import GroupWork, Together
 
@@ -158,13 +159,14 @@ class NixlProcessGroup(Operations, dist.ProcessGroup):  # type: ignore[misc]
             opts: Unused.
             group_name: Tells it from others: all its ranks give the same, used for no other.
             group_desc: For messages.
-            device_types: Which of this group's devices it serves; by default all that NIXL does.
+            device_types: Which of this group's devices it serves, each by the backend that it has
+                here; all by default.
 
         Returns:
             The group; None where this rank is not in it.
 
         Raises:
-            ValueError: No name, or a device that NIXL does not serve in this group.
+            ValueError: No name, or a device that this group does not serve.
         """
         if self._destroyed:
             raise ClosedError(self._destroyed)
@@ -172,17 +174,25 @@ class NixlProcessGroup(Operations, dist.ProcessGroup):  # type: ignore[misc]
             return None
         if not group_name:
             raise ValueError("split_group: expected group_name=, the same on all new ranks")
-        wanted = self._devices if device_types is None else [one.type for one in device_types]
-        if not set(wanted) <= set(self._devices):
-            raise ValueError(f"split_group: {NAME} serves {', '.join(self._devices)} here")
-        ranks = list(new_ranks)
+        all_kinds = (*self._devices, *self._others)
+        kinds = all_kinds if device_types is None else [one.type for one in device_types]
+        for kind in kinds:
+            if kind not in all_kinds:
+                raise ValueError(self._refusal(kind))
+        store = dist.PrefixStore(f"{group_name}/", self._store)
+        rank, size = list(new_ranks).index(self.rank()), len(new_ranks)
+        timeout = timeout or self.default_timeout
         part = NixlProcessGroup(
-            dist.PrefixStore(f"{group_name}/", self._store),
-            ranks.index(self.rank()),
-            len(ranks),
-            timeout=timeout or self.default_timeout,
-            devices=wanted,
-            others={},
+            store,
+            rank,
+            size,
+            timeout=timeout,
+            devices=[kind for kind in kinds if kind in self._devices],
+            others={
+                kind: make_other(self._others[kind].name(), kind, store, rank, size, timeout)
+                for kind in kinds
+                if kind in self._others
+            },
             once=True,
         )
         part._set_group_name(dist.distributed_c10d.GroupName(group_name))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeAlias
+from typing import Any, Concatenate, ParamSpec, Protocol
 
 import torch
 import torch.distributed as dist
@@ -14,12 +14,10 @@ from torch.distributed.distributed_c10d import AllgatherOptions
 from torch_nixl import collectives
 from torch_nixl.errors import ClosedError
 from torch_nixl.p2p.communicator import Communicator
+from torch_nixl.process_group.others import Other
 from torch_nixl.process_group.work import GroupWork, Pending, Together
 
 P = ParamSpec("P")
-Other: TypeAlias = Any
-"""A C++ Backend of another name, whose methods have c10d's names."""
-
 _profiling = torch.autograd._profiler_enabled
 
 # What C++ Backends call what groups have newer names for.
