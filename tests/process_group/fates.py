@@ -131,7 +131,7 @@ def different(rank: Rank) -> str:
         one = torch.ones(4 if rank.rank == 0 else 5)
         try:
             dist.all_reduce(one)
-        except torch_nixl.TransferError as error:
+        except torch_nixl.MismatchError as error:
             return str(error)
         raise AssertionError("ranks reduced tensors of different shapes")
 

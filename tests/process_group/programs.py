@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -303,6 +304,34 @@ def futures(rank: Rank) -> list[float]:
         assert torch.equal(got.wait()[0], value(other))
         assert receive.source_rank() == other
         return [float(each) for each in one]
+
+
+def inference_tensors(rank: Rank) -> None:
+    """Made in inference mode, and written to by whichever thread comes to it."""
+    with default_group(rank):
+        other = 1 - rank.rank
+        with torch.inference_mode():
+            made = [torch.full((2, count), rank.rank + 1.0) for count in (4, 100_000)]
+            halves = [one.bfloat16() for one in made]
+            works = [dist.all_reduce(one, async_op=True) for one in halves]
+            works.append(dist.irecv(made[0][:, 1], other, tag=1))
+            works.append(dist.irecv(made[1][:, ::2], other, tag=2))
+            dist.send(made[0][:, 0].clone(), other, tag=1)
+            dist.send(made[1][:, 1::2].clone(), other, tag=2)
+            for work in works:
+                assert work is not None
+                # Nobody waits: another thread does it all.
+                deadline = time.monotonic() + 20
+                while not work.is_completed() and time.monotonic() < deadline:
+                    time.sleep(0.001)
+                work.wait()
+        assert all(bool((one == 3).all()) for one in halves)
+        assert made[0][0].tolist() == [rank.rank + 1.0, other + 1.0] + [rank.rank + 1.0] * 2
+        assert made[1][1, :3].tolist() == [other + 1.0, rank.rank + 1.0, other + 1.0]
+        # In no such mode any more.
+        dist.broadcast(halves[1], 0)
+        dist.all_reduce(made[0][:, :1])
+        assert made[0][:, 0].tolist() == [3.0, 3.0]
 
 
 def profiled(rank: Rank) -> tuple[int, int]:

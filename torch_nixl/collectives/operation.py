@@ -10,6 +10,7 @@ generator was left.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import threading
 import time
@@ -40,6 +41,8 @@ ASK_SECONDS = 0.25
 MAX_ASK_SECONDS = 4.0
 """Longest time between two such rounds."""
 
+_AS_IT_IS = contextlib.nullcontext()
+
 
 class CollectiveOperation(Operation):
     """One rank's part in a collective.
@@ -59,6 +62,7 @@ class CollectiveOperation(Operation):
         "_communicator",
         "_earlier",
         "_group",
+        "_inference",
         "_parts",
         "_pause",
         "_running",
@@ -92,6 +96,10 @@ class CollectiveOperation(Operation):
         self._asked_at = 0.0
         self._pause = ASK_SECONDS
         self._earlier: set[int] | None = None
+        # Only in that mode, which is a thread's own, may its tensors be written to.
+        self._inference = torch.is_inference_mode_enabled() or any(
+            one.is_inference() for one in outputs
+        )
         self.number = number
         self.signature = signature
         self.outputs = list(outputs)
@@ -175,7 +183,8 @@ class CollectiveOperation(Operation):
                 moved = True
                 if self._steps is not None:
                     try:
-                        self._blocking = next(self._steps)
+                        with torch.inference_mode() if self._inference else _AS_IT_IS:
+                            self._blocking = next(self._steps)
                         continue
                     except StopIteration:
                         self._steps = None
