@@ -44,6 +44,13 @@ def test_signatures_differ_in_any_detail() -> None:
     assert one.mark != sign("reduce", "[3] of torch.float32, op=sum").mark
 
 
+def test_long_signatures_are_cut_and_still_differ() -> None:
+    one, other = (sign("all_reduce", "[3] " * 2000 + end) for end in ("[4]", "[5]"))
+    assert one.text != other.text
+    assert len(one.text) < protocol.MAX_TEXT
+    assert parse_call(protocol.pack_call(1, 2, one.text)) == (2, one.text)
+
+
 def test_frames_are_read_as_they_were_written() -> None:
     assert parse_call(protocol.pack_call(1, 1 << 40, "é")) == (1 << 40, "é")
     long = "x" * 10_000

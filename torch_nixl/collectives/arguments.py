@@ -28,6 +28,8 @@ class Flat:
         """Put the result where the caller wants it."""
         if self.target is not None:
             self.target.copy_(self.data.view(self.target.shape))
+        # Device work was queued on whichever thread's stream ran the algorithm.
+        settle(self.data)
 
 
 def flat_source(tensor: torch.Tensor, name: str = "tensor") -> Flat:

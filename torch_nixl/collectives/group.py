@@ -173,10 +173,15 @@ class CollectiveGroup:
 
     def time_out(self, operation: CollectiveOperation) -> None:
         """Its time is up: say which ranks have not taken part."""
-        missing = operation.missing()
+        missing = operation.missing() if operation.has_asked else []
         names = ", ".join(f"rank {rank}" for rank in missing)
         awaited = ", ".join(f"rank {rank}" for rank in sorted(operation.awaited))
-        why = f"no sign of {names}" if missing else f"all ranks have begun it; waits for {awaited}"
+        if missing:
+            why = f"no sign of {names}"
+        elif operation.has_asked:
+            why = f"all ranks have begun it; waits for {awaited}"
+        else:
+            why = f"waits for {awaited}"
         self.fail(operation, TransferTimeout(f"timed out: {why}"))
 
     def _fail_all(self, error: TorchNixlError, number: int, *, tell: bool = True) -> None:
@@ -187,7 +192,9 @@ class CollectiveGroup:
             active, self._active = list(self._active.values()), {}
         for operation in active:
             same = operation.number == number
-            operation.end(error if same else _like(error, f"{operation}: before it: {error}"))
+            operation.end(
+                error if same else _like(error, f"{operation}: its group failed: {error}")
+            )
         if first and tell:
             for peer in list(self._exchange.peers.values()):
                 self._tell_failed(peer, number, error)

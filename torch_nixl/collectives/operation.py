@@ -282,6 +282,11 @@ class CollectiveOperation(Operation):
             # Asked at least twice before it times out, so that it can be said who is missing.
             self.deadline = min(self.deadline, now + max(0.02, (self.limit - now) / 3))
 
+    @property
+    def has_asked(self) -> bool:
+        """Whether it has waited for so long that it asked the other ranks."""
+        return self._asked_at > 0
+
     def missing(self) -> list[int]:
         """Ranks that have not answered, though they had time to."""
         fresh = time.monotonic() - self._asked_at < ASK_SECONDS

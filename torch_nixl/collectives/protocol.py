@@ -34,6 +34,9 @@ FAIL: Final = 62
 MAX_TEXT: Final = 4096
 MAX_PHASE: Final = 3
 
+MAX_SIGNATURE: Final = 1024
+"""Characters of a signature that are told; a long list of tensors goes on in its checksum."""
+
 _MARK_BITS: Final = 30
 _PHASE_BITS: Final = 2
 _NUMBER_BITS: Final = 31
@@ -76,7 +79,10 @@ class Signature:
 def sign(name: str, details: str) -> Signature:
     """Make a signature: `details` says with what the collective `name` was called."""
     text = f"{name}({details})"
-    return Signature(name, text, zlib.crc32(text.encode()) & ((1 << _MARK_BITS) - 1))
+    mark = zlib.crc32(text.encode()) & ((1 << _MARK_BITS) - 1)
+    if len(text) > MAX_SIGNATURE:
+        text = f"{text[:MAX_SIGNATURE]}... and more, {mark:08x})"
+    return Signature(name, text, mark)
 
 
 def tag_of(number: int, mark: int, phase: int) -> int:
