@@ -448,6 +448,8 @@ def test_output_over_the_input_is_refused(world: World) -> None:
         lambda: c.all_to_all_tensor(data, data, group=only),
         lambda: c.all_gather_tensor([data[:4]], data[2:6], group=only),
         lambda: c.reduce_scatter_tensor(data[:4], [data[1:5]], group=only),
+        lambda: c.scatter_tensor(data[:4], [data[1:5]], 0, group=only),
+        lambda: c.gather_tensor(data[:4], [data[3:7]], 0, group=only),
     ]
     for call in calls:
         with pytest.raises(ValueError, match="shares memory"):

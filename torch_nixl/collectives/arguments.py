@@ -185,12 +185,18 @@ def check_apart(
     Raises:
         ValueError: Some do.
     """
-    for i, out in enumerate(outs):
-        start, stop = out.data_ptr(), out.data_ptr() + out.nbytes
-        for j, one in enumerate(inputs):
-            if one.data_ptr() < stop and start < one.data_ptr() + one.nbytes:
-                if (i, j) != same or one.data_ptr() != start or one.nbytes != out.nbytes:
-                    raise ValueError("the output shares memory with the input")
+    targets = [(one.data_ptr(), one.nbytes) for one in outs]
+    sources = [(one.data_ptr(), one.nbytes) for one in inputs]
+    if same is not None and targets[same[0]] == sources[same[1]]:
+        del sources[same[1]]
+    spans = [(start, start + nbytes, 0) for start, nbytes in targets if nbytes]
+    spans += [(start, start + nbytes, 1) for start, nbytes in sources if nbytes]
+    # In the order of addresses: how far those of each kind have reached.
+    reached = [0, 0]
+    for start, stop, kind in sorted(spans):
+        if start < reached[1 - kind]:
+            raise ValueError("the output shares memory with the input")
+        reached[kind] = max(reached[kind], stop)
 
 
 def shapes(tensors: Sequence[torch.Tensor]) -> str:

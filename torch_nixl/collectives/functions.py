@@ -101,6 +101,7 @@ def scatter_tensor(
     elif inputs:
         raise ValueError(f"inputs: expected on rank {src} only")
     flat = flat_target(out)
+    check_apart([flat.data], parts, same=(0, src) if parts else None)
     signature = sign("scatter", f"{shapes([out])}, src={src}")
 
     def steps(port: Port) -> Steps:
@@ -139,6 +140,7 @@ def gather_tensor(
     elif outs:
         raise ValueError(f"outs: expected on rank {dst} only")
     data = flat_source(tensor).data
+    check_apart([one.data for one in targets], [data], same=(dst, 0) if targets else None)
     signature = sign("gather", f"{shapes([tensor])}, dst={dst}")
 
     def steps(port: Port) -> Steps:
