@@ -306,6 +306,35 @@ def futures(rank: Rank) -> list[float]:
         return [float(each) for each in one]
 
 
+def sparse_sum(rank: Rank) -> None:
+    """Gradients of an embedding: few rows, others on each rank; then DDP's own."""
+    me = rank.rank
+    with default_group(rank) as group:
+        dense = torch.zeros(6, 3)
+        dense[me], dense[5] = 1.0 + me, 10.0
+        mine = dense.to_sparse(1)
+        dist.all_reduce(mine)
+        expected = torch.zeros(6, 3)
+        expected[0], expected[1], expected[5] = 1.0, 2.0, 20.0
+        assert torch.equal(mine.to_dense(), expected)
+        nothing = torch.zeros(4, 4).to_sparse()
+        dist.all_reduce(nothing)
+        assert nothing._nnz() == 0
+        with pytest.raises(ValueError, match="only COO's sum"):
+            dist.all_reduce(mine, dist.ReduceOp.MAX)
+        with pytest.raises(
+            torch_nixl.MismatchError, match=r"\[4, 2\].*\[5, 2\]|\[5, 2\].*\[4, 2\]"
+        ):
+            dist.all_reduce(torch.zeros(4 + me, 2).to_sparse())
+        torch.manual_seed(0)
+        table = torch.nn.Embedding(8, 4, sparse=True)
+        model = torch.nn.parallel.DistributedDataParallel(table, process_group=group)
+        torch.autograd.backward(model(torch.tensor([me, 7])).sum())
+        assert table.weight.grad is not None
+        rows = table.weight.grad.to_dense()[:, 0].tolist()
+        assert rows == [0.5, 0.5, 0, 0, 0, 0, 0, 1.0]
+
+
 def inference_tensors(rank: Rank) -> None:
     """Made in inference mode, and written to by whichever thread comes to it."""
     with default_group(rank):

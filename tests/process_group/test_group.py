@@ -93,6 +93,10 @@ def test_works_have_results_and_futures(rank_pool: RankPool) -> None:
     assert rank_pool.run(programs.futures, world_size=2) == [[2.0] * 3] * 2
 
 
+def test_sparse_tensors_are_summed(rank_pool: RankPool) -> None:
+    rank_pool.run(programs.sparse_sum, world_size=2)
+
+
 def test_inference_tensors_are_written_to_in_any_thread(rank_pool: RankPool) -> None:
     rank_pool.run(programs.inference_tensors, world_size=2)
 

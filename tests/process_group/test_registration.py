@@ -34,7 +34,6 @@ assert "class Backend" in inspect.getsource(dist.distributed_c10d)
     "imports",
     [
         "import torch_nixl, torch.distributed as dist",
-        "import torch.distributed as dist, torch_nixl",
         # To look for a module is not to import it.
         "import torch_nixl, importlib.util as i; i.find_spec(n); import torch.distributed as dist",
     ],

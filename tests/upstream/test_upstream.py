@@ -22,12 +22,10 @@ SOME = (
     "test_reduce_group_sum",
     "test_scatter_object_list",
     "test_send_recv_any_source",
+    "test_sparse_all_reduce_sum",
     "test_static_graph_api_cpu",
 )
 """All without the pool that stands in for Gloo, which would cost as much again."""
-
-KNOWN = {"test_sparse_all_reduce_sum": "layout torch.sparse_coo isn't supported"}
-"""What fails, and with which words."""
 
 
 def test_some_of_torchs_own_tests_pass() -> None:
@@ -40,8 +38,5 @@ def test_some_of_torchs_own_tests_pass() -> None:
 
 
 @pytest.mark.soak
-def test_all_of_torchs_own_tests_pass_but_those_known() -> None:
-    failed = {one.name: one.reason for one in run.run() if one.outcome == "failed"}
-    assert failed.keys() == KNOWN.keys(), failed
-    for name, words in KNOWN.items():
-        assert words in failed[name]
+def test_all_of_torchs_own_tests_pass() -> None:
+    assert {one.name: one.reason for one in run.run() if one.outcome == "failed"} == {}

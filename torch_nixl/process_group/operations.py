@@ -15,6 +15,7 @@ from torch_nixl import collectives
 from torch_nixl.errors import ClosedError
 from torch_nixl.p2p.communicator import Communicator
 from torch_nixl.process_group.others import Other
+from torch_nixl.process_group.sparse import all_reduce_sparse
 from torch_nixl.process_group.work import GroupWork, Pending, Together
 
 P = ParamSpec("P")
@@ -119,12 +120,11 @@ class Operations:
     ) -> GroupWork:
         if self._destroyed:
             raise ClosedError(self._destroyed)
-        seconds = opts.timeout.total_seconds()
         pending = collective(
             *args,
             group=self._communicator,
             async_op=opts.asyncOp,
-            timeout=seconds if seconds > 0 else None,
+            timeout=_seconds(opts),
             **options,
         )
         return GroupWork(pending, outputs)
@@ -217,6 +217,11 @@ class Operations:
         self, tensors: list[torch.Tensor], opts: dist.AllreduceOptions | None = None
     ) -> GroupWork:
         opts = opts or dist.AllreduceOptions()
+        if tensors[0].is_sparse:
+            if self._destroyed:
+                raise ClosedError(self._destroyed)
+            all_reduce_sparse(tensors[0], opts.reduceOp, self._communicator, _seconds(opts))
+            return GroupWork(None, tensors)
         return self._run(
             collectives.all_reduce_tensor,
             tensors[0],
@@ -384,3 +389,9 @@ class Operations:
 
 def _together(works: Sequence[GroupWork], outputs: Sequence[torch.Tensor]) -> GroupWork:
     return GroupWork(Together(works), outputs)
+
+
+def _seconds(opts: Options) -> float | None:
+    """The timeout in options; None where the caller named none."""
+    seconds: float = opts.timeout.total_seconds()
+    return seconds if seconds > 0 else None
