@@ -1,6 +1,6 @@
 """torch_nixl's collectives against Gloo's, in the same ranks of one run.
 
-    python benchmarks/collectives.py [--json FILE] [--ranks 2 4] [--only NAME ...]
+    python benchmarks/collectives.py [--json FILE] [--ranks 2 4] [--only NAME ...] [--pin]
 
 Ranks on one host, each a process with one thread for torch. A figure is the time of one call, the
 slowest rank's, the median of interleaved rounds of several calls in a row; the note has the ratio
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import multiprocessing
+import os
 import sys
 import tempfile
 import time
@@ -106,7 +107,10 @@ def limit_of(name: str, nbytes: int, world_size: int) -> float:
     return TWO_RANKS[name] if world_size == 2 else MORE_RANKS
 
 
-def body(rank: int, world_size: int, path: str, only: list[str], results: Pipe) -> None:
+def body(rank: int, world_size: int, path: str, only: list[str], pin: bool, results: Pipe) -> None:
+    if pin:
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[rank % len(cores)]})
     torch.set_num_threads(1)
     store = dist.FileStore(f"{path}/gloo", world_size)
     dist.init_process_group(
@@ -151,13 +155,13 @@ def size_name(nbytes: int) -> str:
     return f"{nbytes} B" if nbytes < 1 << 20 else f"{nbytes >> 20} MiB"
 
 
-def run(world_size: int, only: list[str], timeout: float) -> Side:
+def run(world_size: int, only: list[str], pin: bool, timeout: float) -> Side:
     """Measure in so many fresh processes."""
     context = multiprocessing.get_context("spawn")
     path = tempfile.mkdtemp(prefix="torch_nixl_collectives_")
     pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
     processes = [
-        context.Process(target=body, args=(rank, world_size, path, only, pipes[rank][1]))
+        context.Process(target=body, args=(rank, world_size, path, only, pin, pipes[rank][1]))
         for rank in range(world_size)
     ]
     for process in processes:
@@ -184,7 +188,12 @@ if __name__ == "__main__":
     parser.add_argument("--json", metavar="FILE", help="also write the figures to FILE")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME")
+    parser.add_argument(
+        "--pin", action="store_true", help="keep each rank on a core of its own, as far as they go"
+    )
     options = parser.parse_args()
     sys.path.insert(0, str(Path(__file__).parent))
-    sides = [run(world_size, options.only, timeout=600) for world_size in options.ranks]
+    sides = [
+        run(world_size, options.only, options.pin, timeout=600) for world_size in options.ranks
+    ]
     report("collectives", sides, options.json)
