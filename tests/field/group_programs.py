@@ -187,6 +187,7 @@ def a8_transposed_gather(rank: Rank) -> None:
         if rank.rank == 1:
             assert torch.equal(parts[0], tensor - 100)
             assert torch.equal(parts[1], tensor)
+        dist.barrier()
 
 
 # D: hangs.
