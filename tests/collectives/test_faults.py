@@ -108,7 +108,8 @@ def test_ranks_that_call_different_things_all_learn_both(
 
 def test_several_roots_of_a_small_broadcast_are_found_by_the_next_collective(world: World) -> None:
     ranks = world(2)
-    together(ranks, lambda g: c.broadcast_tensor(torch.ones(2), g.rank, group=g, async_op=True))
+    # Both send and wait for nobody; who has met the other's message by then fails at once.
+    ends(ranks, lambda g: c.broadcast_tensor(torch.ones(2), g.rank, group=g, async_op=True))
     errors = ends(ranks, lambda g: c.barrier(group=g, async_op=True))
     assert len(errors) == 2
     assert all(isinstance(one, MismatchError) and "broadcast" in str(one) for one in errors)
@@ -226,6 +227,18 @@ def test_rank_that_closes_is_lost(world: World) -> None:
     assert work is not None
     with pytest.raises(PeerLostError, match=r"from rank 1.*closed"):
         work.wait(10)
+
+
+def test_root_that_has_closed_before_others_begin_has_served_them(world: World) -> None:
+    for turn in range(5):
+        a, b, other = world(3, prefix=f"turn{turn}")
+        sent = c.broadcast_tensor(torch.full((3,), 7.0), 0, group=a, async_op=True)
+        assert sent is not None and sent.is_completed()
+        a.close()
+        for rank in (b, other):
+            tensor = torch.zeros(3)
+            c.broadcast_tensor(tensor, 0, group=rank, timeout=10)
+            assert tensor.tolist() == [7.0] * 3
 
 
 @pytest.mark.parametrize("end", ["abort", "close"])
