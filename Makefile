@@ -94,6 +94,7 @@ lint: $(VENV)/.stamp-dev
 	$(PY) -m ruff format --check .
 	$(PY) -m ruff check .
 	$(PY) -m mypy
+	$(PY) -m mypy benchmarks/collectives.py
 	$(PY) -m mypy benchmarks/connect.py
 	$(PY) -m mypy benchmarks/p2p.py
 

@@ -59,6 +59,8 @@ FACADE = "torch_nixl"
 
 # Modules that must not drag in more than they need, with what they may import from outside.
 PURE = {
+    "torch_nixl.collectives.choice": frozenset[str](),
+    "torch_nixl.collectives.protocol": frozenset[str](),
     "torch_nixl.errors": frozenset[str](),
     "torch_nixl.engine.adapter": frozenset({"numpy"}),
     "torch_nixl.engine.blob": frozenset({"numpy"}),

@@ -1,7 +1,8 @@
 """Move PyTorch tensors between processes over NIXL.
 
-Importing this package is cheap and changes nothing: no NIXL, no environment variable, no thread,
-no log line. Names are loaded when they are first used.
+Importing this package is cheap: no NIXL, no torch, no environment variable, no thread, no log line.
+Names are loaded when they are first used. All that it does is to make the backend "nixl" known to
+`torch.distributed`, as soon as that is imported.
 """
 
 from __future__ import annotations
@@ -9,8 +10,22 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+from torch_nixl.process_group.registration import register_when_loaded
+
 if TYPE_CHECKING:
     from torch_nixl import connect, metrics
+    from torch_nixl.collectives.functions import (
+        all_gather_tensor,
+        all_reduce_tensor,
+        all_to_all_tensor,
+        barrier,
+        broadcast_tensor,
+        gather_tensor,
+        reduce_scatter_tensor,
+        reduce_tensor,
+        scatter_tensor,
+    )
+    from torch_nixl.collectives.work import CollectiveWork
     from torch_nixl.errors import (
         BackendError,
         ClosedError,
@@ -61,6 +76,7 @@ __all__ = [
     "BackendError",
     "Channel",
     "ClosedError",
+    "CollectiveWork",
     "Communicator",
     "IncompatibleError",
     "LeaseConsumed",
@@ -81,9 +97,15 @@ __all__ = [
     "TreeWork",
     "Work",
     "__version__",
+    "all_gather_tensor",
+    "all_reduce_tensor",
+    "all_to_all_tensor",
+    "barrier",
     "batch_isend_irecv",
+    "broadcast_tensor",
     "channel",
     "connect",
+    "gather_tensor",
     "get_communicator",
     "init",
     "irecv_object",
@@ -97,6 +119,9 @@ __all__ = [
     "recv_object",
     "recv_tensor",
     "recv_tree",
+    "reduce_scatter_tensor",
+    "reduce_tensor",
+    "scatter_tensor",
     "send_object",
     "send_tensor",
     "send_tree",
@@ -109,6 +134,7 @@ _HOMES = {
     "BackendError": "torch_nixl.errors",
     "Channel": "torch_nixl.p2p.channel",
     "ClosedError": "torch_nixl.errors",
+    "CollectiveWork": "torch_nixl.collectives.work",
     "Communicator": "torch_nixl.p2p.communicator",
     "IncompatibleError": "torch_nixl.errors",
     "LeaseConsumed": "torch_nixl.errors",
@@ -128,8 +154,14 @@ _HOMES = {
     "TransferTimeout": "torch_nixl.errors",
     "TreeWork": "torch_nixl.p2p.work",
     "Work": "torch_nixl.p2p.work",
+    "all_gather_tensor": "torch_nixl.collectives.functions",
+    "all_reduce_tensor": "torch_nixl.collectives.functions",
+    "all_to_all_tensor": "torch_nixl.collectives.functions",
+    "barrier": "torch_nixl.collectives.functions",
     "batch_isend_irecv": "torch_nixl.p2p.functions",
+    "broadcast_tensor": "torch_nixl.collectives.functions",
     "channel": "torch_nixl.p2p.functions",
+    "gather_tensor": "torch_nixl.collectives.functions",
     "get_communicator": "torch_nixl.p2p.functions",
     "init": "torch_nixl.p2p.functions",
     "irecv_object": "torch_nixl.p2p.functions",
@@ -142,6 +174,9 @@ _HOMES = {
     "recv_object": "torch_nixl.p2p.functions",
     "recv_tensor": "torch_nixl.p2p.functions",
     "recv_tree": "torch_nixl.p2p.functions",
+    "reduce_scatter_tensor": "torch_nixl.collectives.functions",
+    "reduce_tensor": "torch_nixl.collectives.functions",
+    "scatter_tensor": "torch_nixl.collectives.functions",
     "send_object": "torch_nixl.p2p.functions",
     "send_tensor": "torch_nixl.p2p.functions",
     "send_tree": "torch_nixl.p2p.functions",
@@ -167,3 +202,6 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *_HOMES, *_MODULES})
+
+
+register_when_loaded()

@@ -3,7 +3,7 @@
 Keys, below the Communicator's prefix. `k` counts how often a rank has made a Communicator with this
 prefix: all ranks do so equally often, so the k-th of one belongs to the k-th of the others.
 
-    made/<rank>     how often that rank has made one; stays
+    made/<rank>     how often that rank has made one; stays, unless the prefix is used but once
     <k>/nonce       random; whoever comes first sets it, and all take it for their context
     <k>/<rank>      how to reach that rank; removed when it closes
     <k>/left        how many have closed; the last one removes it and the nonce
@@ -38,18 +38,28 @@ class Bootstrap:
         rank: This rank.
         world_size: How many there are.
         key: For `seal`: from `derive(secret, "metadata")`, or None.
+        once: The prefix is not used again, so that its last key can go, too.
     """
 
     def __init__(
-        self, store: Store, prefix: str, rank: int, world_size: int, key: bytes | None
+        self,
+        store: Store,
+        prefix: str,
+        rank: int,
+        world_size: int,
+        key: bytes | None,
+        *,
+        once: bool = False,
     ) -> None:
         self._store = store
         self._rank = rank
         self._world_size = world_size
         self._key = key
         self._left = False
-        incarnation = store.add(f"{prefix}/made/{rank}", 1)
-        self._prefix = f"{prefix}/{incarnation}"
+        self._once = once
+        self._made = f"{prefix}/made"
+        self._incarnation = store.add(f"{self._made}/{rank}", 1)
+        self._prefix = f"{prefix}/{self._incarnation}"
         mine = secrets.token_hex(16)
         nonce = store.compare_set(f"{self._prefix}/nonce", "", mine)
         digest = hashlib.sha256(b"torch_nixl p2p " + self._prefix.encode() + b" " + bytes(nonce))
@@ -110,3 +120,12 @@ class Bootstrap:
             if self._store.add(f"{self._prefix}/left", 1) == self._world_size:
                 self._store.delete_key(f"{self._prefix}/nonce")
                 self._store.delete_key(f"{self._prefix}/left")
+                if self._once:
+                    self._forget_made()
+
+    def _forget_made(self) -> None:
+        """Remove the counters, unless a rank has used the prefix again all the same."""
+        counters = [f"{self._made}/{rank}" for rank in range(self._world_size)]
+        if all(int(self._store.get(one)) == self._incarnation for one in counters):
+            for one in counters:
+                self._store.delete_key(one)

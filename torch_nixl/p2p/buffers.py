@@ -11,6 +11,7 @@ from torch_nixl.engine import spans as algebra
 from torch_nixl.engine.memory import Memory, tensor_memory
 from torch_nixl.p2p.description import Description, describe
 from torch_nixl.p2p.protocol import should_pack
+from torch_nixl.p2p.tensors import settle
 from torch_nixl.p2p.terms import MAX_PATH
 
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
@@ -104,10 +105,7 @@ class Buffer:
         """Bring the bytes to where they are moved from."""
         if self._copy is not None:
             self._copy.copy_(self.tensor.detach())
-        if not self.tensor.is_cpu:
-            # Channels aren't in stream order: the host waits for the current stream.
-            device = self.tensor.device
-            getattr(torch, device.type).current_stream(device).synchronize()
+        settle(self.tensor.device)
 
     def unpack(self) -> None:
         """Bring the bytes that have landed to where they belong."""

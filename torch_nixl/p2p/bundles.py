@@ -25,6 +25,7 @@ from torch_nixl.p2p.manifest import Packed
 from torch_nixl.p2p.place import MAX_SPANS
 from torch_nixl.p2p.protocol import EAGER_NBYTES, PACK_SPAN_NBYTES, should_pack
 from torch_nixl.p2p.tensors import (
+    copy_into,
     host_address,
     require_plain,
     sendable,
@@ -167,7 +168,7 @@ def unpack_from(source: int, piece: Piece, tensors: Sequence[torch.Tensor]) -> N
         else:
             packed = torch.empty(tensor.shape, dtype=tensor.dtype)
             _memmove(packed.data_ptr(), source + at, packed.nbytes)
-            tensor.detach().copy_(packed)
+            copy_into(tensor, packed)
 
 
 def view_of(buffer: torch.Tensor, at: int, tensor: torch.Tensor) -> torch.Tensor:

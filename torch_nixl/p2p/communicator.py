@@ -65,6 +65,8 @@ class Communicator(TreeMethods):
         timeout: Seconds after which sends and receives end with `TransferTimeout`; None for never.
         connection: An agent to use instead of the one that all Communicators share. Not closed
             with the Communicator.
+        once: No other Communicator is ever made with this prefix in this store: once all are
+            closed, nothing is left there.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class Communicator(TreeMethods):
         prefix: str = "torch_nixl",
         timeout: float | datetime.timedelta | None = DEFAULT_TIMEOUT,
         connection: Connection | None = None,
+        once: bool = False,
     ) -> None:
         if not 0 <= rank < world_size:
             raise ValueError(f"rank={rank}: expected 0 to {world_size - 1}")
@@ -86,7 +89,7 @@ class Communicator(TreeMethods):
         self._connection = share_connection(rank) if connection is None else connection
         try:
             key = self._connection.metadata_key
-            self._bootstrap = Bootstrap(store, prefix, rank, world_size, key)
+            self._bootstrap = Bootstrap(store, prefix, rank, world_size, key, once=once)
             self._hub = hub_of(self._connection)
             context = self._bootstrap.context
             self._exchange = Exchange(self._connection, context, rank, world_size, self._hub.lock)
@@ -137,7 +140,7 @@ class Communicator(TreeMethods):
             PeerLostError: The receiver died or closed.
             ClosedError: This Communicator is closed.
         """
-        operation = self._send(tensor, dst, tag, timeout, stream, waiting=True)
+        operation = self._send(tensor, dst, protocol.check_tag(tag), timeout, stream, waiting=True)
         if isinstance(operation, SendOperation):
             operation.wait()
 
@@ -154,7 +157,7 @@ class Communicator(TreeMethods):
 
         See `send` for arguments and errors; those after the first three come with the Work.
         """
-        operation = self._send(tensor, dst, tag, timeout, stream, waiting=False)
+        operation = self._send(tensor, dst, protocol.check_tag(tag), timeout, stream, waiting=False)
         if isinstance(operation, SendOperation):
             return Work(self._exchange, operation)
         return Work(self._exchange, None, name=(dst, operation), nbytes=tensor.nbytes)
@@ -165,7 +168,7 @@ class Communicator(TreeMethods):
         dst: int,
         tag: int,
         timeout: float | None,
-        stream: object,
+        stream: object = None,
         *,
         waiting: bool,
     ) -> SendOperation | int:
@@ -174,7 +177,6 @@ class Communicator(TreeMethods):
         if not address or FAKES or stream is not None:
             tensor, device = place(tensor, stream)
         description = describe(tensor)
-        protocol.check_tag(tag)
         exchange = self._exchange
         if exchange.poisoned is not None:
             exchange.check_poison()
@@ -238,7 +240,9 @@ class Communicator(TreeMethods):
             TransferError: The sender gave up, or could not move it.
             ClosedError: This Communicator is closed.
         """
-        operation = self._receive(src, out, tag, device, timeout, stream, spin=True)
+        operation = self._receive(
+            src, out, protocol.check_tag(tag), device, timeout, stream, spin=True
+        )
         operation.wait()
         result: torch.Tensor = operation.result
         if operation.landed_on is not None:
@@ -256,7 +260,9 @@ class Communicator(TreeMethods):
         stream: object = None,
     ) -> Work:
         """Begin to receive a tensor. See `recv`; the Work's `result()` has the tensor."""
-        operation = self._receive(src, out, tag, device, timeout, stream, spin=False)
+        operation = self._receive(
+            src, out, protocol.check_tag(tag), device, timeout, stream, spin=False
+        )
         self._connection.progress.kick()
         return Work(self._exchange, operation)
 
@@ -267,11 +273,10 @@ class Communicator(TreeMethods):
         tag: int,
         device: torch.device | str | None,
         timeout: float | None,
-        stream: object,
+        stream: object = None,
         *,
         spin: bool,
     ) -> ReceiveOperation:
-        protocol.check_tag(tag)
         address = 0
         on = None
         if out is not None:

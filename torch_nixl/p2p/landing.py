@@ -28,6 +28,7 @@ from torch_nixl.p2p.protocol import PACK_SPAN_NBYTES
 from torch_nixl.p2p.tensors import (
     MismatchError,
     check_target,
+    copy_into,
     landing_device,
     require_plain,
 )
@@ -105,7 +106,7 @@ class TreeLanding:
     def adopt(self, content: Content, tensors: Sequence[torch.Tensor]) -> object:
         self.begin(content)
         for target, tensor in zip(self.tensors, tensors, strict=True):
-            target.detach().copy_(tensor)
+            copy_into(target, tensor)
         return self.finish()
 
     def target(self, content: Content) -> TreeTarget:
@@ -221,14 +222,14 @@ class TreeTarget:
         """Unpack, where need be, and make the tree. All bytes have landed."""
         landing = self._landing
         for tensor, temporary in self._copies:
-            tensor.detach().copy_(temporary)
+            copy_into(tensor, temporary)
         for piece, buffer in zip(self._arrangement.pieces, self._buffers, strict=True):
             if buffer.is_cpu:
                 unpack_from(buffer.data_ptr(), piece, landing.tensors)
                 continue
             for at, index in zip(piece.offsets, piece.indices, strict=True):
                 tensor = landing.tensors[index]
-                tensor.detach().copy_(view_of(buffer, at, tensor))
+                copy_into(tensor, view_of(buffer, at, tensor))
         return landing.finish()
 
 

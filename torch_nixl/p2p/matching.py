@@ -132,6 +132,11 @@ class Matcher(Generic[R, M]):
                 for _, message in list(queue):
                     yield message
 
+    def tags(self) -> list[tuple[int, int]]:
+        """Tag and source of all waiting messages, each once."""
+        found = list(self._messages.items())
+        return [(tag, source) for tag, by_source in found for source in list(by_source)]
+
     def _find(
         self, source: int | None, tag: int
     ) -> tuple[int, dict[int, deque[tuple[int, M]]]] | None:

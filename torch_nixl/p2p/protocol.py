@@ -39,7 +39,7 @@ CANCEL: Final = 40
 LEAVE: Final = 41
 HELP: Final = 42
 KINDS: Final = (INTRO, EAGER, OFFER, DONE, PUSH, FILLED, CREDIT, WANT, CANCEL, LEAVE, HELP)
-"""Kinds of frames; 48 to 55 are those of channels (`terms.py`)."""
+"""Kinds of frames; 48 to 55 are those of channels (`terms.py`), 60 to 62 the collectives'."""
 
 EAGER_NBYTES: Final = 64 << 10
 """Largest message that travels in its frame."""
@@ -91,14 +91,15 @@ def offer_cost(num_spans: int, description_nbytes: int) -> int:
     return min(512 + 24 * num_spans + description_nbytes, MAX_COST)
 
 
-def check_tag(tag: int) -> None:
-    """Refuse what can't be a tag.
+def check_tag(tag: int) -> int:
+    """Return a tag that programs may use; those below zero are the collectives'.
 
     Raises:
-        ValueError: It is negative or too large.
+        ValueError: It is not one.
     """
     if not 0 <= tag <= MAX_TAG:
         raise ValueError(f"tag={tag}: expected 0 to 2^63 - 1")
+    return tag
 
 
 class Outcome(enum.IntEnum):

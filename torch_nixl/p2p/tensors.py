@@ -158,7 +158,7 @@ def from_bytes(
         else:
             packed = torch.empty(description.shape, dtype=description.dtype)
             _memmove(packed.data_ptr(), source, nbytes)
-            out.detach().copy_(packed)
+            copy_into(out, packed)
     return out
 
 
@@ -172,6 +172,27 @@ def require_tensor(content: Content) -> Description:
         name = content.form.name.lower()
         raise MismatchError(f"a tensor expected, {content} sent: recv_{name} receives it")
     return content
+
+
+def copy_into(out: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy into a caller's tensor, in any thread.
+
+    An inference tensor may be written to in inference mode alone, which is a thread's own.
+    """
+    if out.is_inference():
+        with torch.inference_mode():
+            out.copy_(source)
+    else:
+        out.detach().copy_(source)
+
+
+def settle(device: torch.device) -> None:
+    """Wait on the host for what the current stream of a device has queued so far.
+
+    For what is not in stream order: channels and collectives.
+    """
+    if device.type != "cpu":
+        getattr(torch, device.type).current_stream(device).synchronize()
 
 
 def check_fits(description: Description, out: torch.Tensor) -> None:
@@ -222,7 +243,7 @@ class TensorTarget:
 
     def finish(self) -> torch.Tensor:
         if self.packed:
-            self._out.detach().copy_(self._buffer)
+            copy_into(self._out, self._buffer)
         return self._out
 
 
@@ -271,7 +292,7 @@ class TensorLanding:
         if out is None:
             return tensor if self._device is None else tensor.to(self._device)
         check_fits(what, out)
-        out.detach().copy_(tensor)
+        copy_into(out, tensor)
         return out
 
     def target(self, content: Content) -> TensorTarget:

@@ -1,0 +1,207 @@
+"""What collectives take: tensors made one-dimensional and contiguous, and refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from torch_nixl.p2p.communicator import Communicator
+from torch_nixl.p2p.description import describe
+from torch_nixl.p2p.tensors import check_target, sendable, settle
+
+
+@dataclass(frozen=True, slots=True)
+class Flat:
+    """A tensor as the algorithms see it.
+
+    Attributes:
+        data: ``[n]``, contiguous: the tensor's own memory, or a temporary where it has gaps.
+        target: The tensor that `finish` copies a temporary to; None where there is none.
+    """
+
+    data: torch.Tensor
+    target: torch.Tensor | None
+
+    def finish(self) -> None:
+        """Put the result where the caller wants it."""
+        if self.target is not None:
+            self.target.copy_(self.data.view(self.target.shape))
+        # Device work was queued on whichever thread's stream ran the algorithm.
+        settle(self.data.device)
+
+
+def flat_source(tensor: torch.Tensor, name: str = "tensor") -> Flat:
+    """Take a tensor to be read.
+
+    Raises:
+        TypeError, ValueError: As `p2p.tensors.sendable`.
+    """
+    describe(tensor, name=name)
+    tensor = sendable(tensor, name=name).detach()
+    settle(tensor.device)
+    return Flat(tensor.contiguous().view(-1), None)
+
+
+def flat_target(tensor: torch.Tensor, name: str = "out", *, load: bool = False) -> Flat:
+    """Take a tensor to be overwritten.
+
+    Args:
+        tensor: Any strides.
+        name: For messages.
+        load: Whether it is read, too.
+
+    Raises:
+        TypeError, ValueError: As `p2p.tensors.check_target`.
+    """
+    describe(tensor, name=name)
+    check_target(tensor, name=name)
+    settle(tensor.device)
+    tensor = tensor.detach()
+    if tensor.is_contiguous():
+        return Flat(tensor.view(-1), None)
+    data = (
+        tensor.contiguous()
+        if load
+        else torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    )
+    return Flat(data.view(-1), tensor)
+
+
+def check_rank(communicator: Communicator, rank: int, name: str) -> None:
+    """Refuse what is no rank of the group."""
+    if not (isinstance(rank, int) and 0 <= rank < communicator.world_size):
+        raise ValueError(
+            f"{name}={rank!r}: expected a rank of the group, 0 to {communicator.world_size - 1}"
+        )
+
+
+def check_alike(
+    communicator: Communicator,
+    tensors: Sequence[torch.Tensor] | None,
+    name: str,
+    *,
+    like: torch.Tensor,
+    uneven: bool = False,
+) -> None:
+    """Refuse a list that isn't one tensor for each rank, each like another tensor.
+
+    Args:
+        communicator: Whose ranks.
+        tensors: The list.
+        name: Its name, for messages.
+        like: Whose dtype all have, and whose shape: all, or if `uneven` this rank's.
+        uneven: Whether shapes may differ.
+    """
+    count = 0 if tensors is None else len(tensors)
+    if tensors is None or count != communicator.world_size:
+        raise ValueError(
+            f"{name}: expected {communicator.world_size} tensors, one for each rank, not {count}"
+        )
+    for index, one in enumerate(tensors):
+        if one.dtype is not like.dtype:
+            raise TypeError(f"{name}[{index}] is of {one.dtype}, not {like.dtype}")
+        if uneven and index != communicator.rank:
+            continue
+        if one.numel() != like.numel() if uneven else one.shape != like.shape:
+            raise ValueError(f"{name}[{index}] is {list(one.shape)}, not {list(like.shape)}")
+
+
+def equal_parts(
+    communicator: Communicator, whole: torch.Tensor, part: torch.Tensor, name: str
+) -> list[torch.Tensor]:
+    """Cut a flat tensor into one part for each rank, as large as `part`.
+
+    Raises:
+        TypeError, ValueError: It has another dtype, or doesn't have that many elements.
+    """
+    count, size = part.numel(), communicator.world_size
+    if whole.dtype is not part.dtype:
+        raise TypeError(f"{name} is of {whole.dtype}, the other of {part.dtype}")
+    if whole.numel() != count * size:
+        raise ValueError(
+            f"{name} has {whole.numel()} elements; expected {count} for each of {size} ranks"
+        )
+    return [whole[index * count : (index + 1) * count] for index in range(size)]
+
+
+def split(
+    communicator: Communicator,
+    whole: torch.Tensor | Sequence[torch.Tensor],
+    splits: Sequence[int] | None,
+    name: str,
+    *,
+    source: bool = False,
+) -> tuple[list[Flat], list[torch.Tensor]]:
+    """Cut what an all-to-all sends or receives into one part for each rank.
+
+    Returns:
+        What to finish, and the flat parts.
+
+    Raises:
+        TypeError, ValueError: The splits don't fit it.
+    """
+    size = communicator.world_size
+    take = flat_source if source else flat_target
+    if not isinstance(whole, torch.Tensor):
+        if splits:
+            raise ValueError(f"{name}: a list of tensors has no splits")
+        if len(whole) != size:
+            raise ValueError(f"{name}: expected {size} tensors, not {len(whole)}")
+        flats = [take(one, name) for one in whole]
+        return flats, [one.data for one in flats]
+    rows = whole.shape[0] if whole.dim() else 1
+    if not splits:
+        if rows % size:
+            raise ValueError(f"{name} has {rows} rows, which {size} ranks can't share equally")
+        splits = [rows // size] * size
+    if len(splits) != size or min(splits) < 0 or sum(splits) != rows:
+        raise ValueError(
+            f"{name}: splits {list(splits)} are not {size} that add up to its {rows} rows"
+        )
+    flat = take(whole, name)
+    row = flat.data.numel() // rows if rows else 0
+    parts, start = [], 0
+    for count in splits:
+        parts.append(flat.data[start * row : (start + count) * row])
+        start += count
+    return [flat], parts
+
+
+def check_apart(
+    outs: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    *,
+    same: tuple[int, int] | None = None,
+) -> None:
+    """Refuse outputs that lie over inputs.
+
+    Args:
+        outs: Flat tensors that are written to.
+        inputs: Flat tensors that are read.
+        same: Indices of an output and an input that may be the same memory.
+
+    Raises:
+        ValueError: Some do.
+    """
+    targets = [(one.data_ptr(), one.nbytes) for one in outs]
+    sources = [(one.data_ptr(), one.nbytes) for one in inputs]
+    if same is not None and targets[same[0]] == sources[same[1]]:
+        del sources[same[1]]
+    spans = [(start, start + nbytes, 0) for start, nbytes in targets if nbytes]
+    spans += [(start, start + nbytes, 1) for start, nbytes in sources if nbytes]
+    # In the order of addresses: how far those of each kind have reached.
+    reached = [0, 0]
+    for start, stop, kind in sorted(spans):
+        if start < reached[1 - kind]:
+            raise ValueError("the output shares memory with the input")
+        reached[kind] = max(reached[kind], stop)
+
+
+def shapes(tensors: Sequence[torch.Tensor]) -> str:
+    """Shapes and dtypes, for a signature."""
+    dtypes = {one.dtype for one in tensors}
+    if len(dtypes) == 1:
+        return f"{' '.join(str(list(one.shape)) for one in tensors)} of {dtypes.pop()}"
+    return " ".join(f"{list(one.shape)} of {one.dtype}" for one in tensors)

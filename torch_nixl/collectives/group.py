@@ -1,0 +1,334 @@
+"""One group's collectives: their numbers, and what its ranks say of them to each other."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from torch_nixl.collectives import protocol
+from torch_nixl.collectives.operation import Algorithm, CollectiveOperation
+from torch_nixl.collectives.protocol import Signature
+from torch_nixl.errors import (
+    ClosedError,
+    MetadataError,
+    TorchNixlError,
+    TransferCancelled,
+    TransferError,
+    TransferTimeout,
+)
+from torch_nixl.p2p.communicator import Communicator
+from torch_nixl.p2p.tensors import MismatchError
+
+if TYPE_CHECKING:
+    from torch_nixl.engine.connection import Connection
+    from torch_nixl.engine.remotes import Remote
+    from torch_nixl.p2p.peer import Peer
+
+MAX_HISTORY: Final = 4096
+"""Collectives of the past that other ranks are told of when they ask."""
+
+MAX_ASKED: Final = 64
+"""Ranks up to which all are asked; beyond, only those that are waited for."""
+
+
+MEET_SECONDS: Final = 1.0
+"""How long the store is asked for a rank until it is seen whether the rank has come by itself."""
+
+
+class CollectiveGroup:
+    """The collectives of one Communicator.
+
+    Attributes:
+        failed: What a collective failed with; from then on all do.
+    """
+
+    def __init__(self, communicator: Communicator) -> None:
+        # Weak: this belongs to the Communicator.
+        self._communicator = weakref.ref(communicator)
+        self._exchange = communicator._exchange
+        self._lock = threading.Lock()
+        self._next = 0
+        self._active: dict[int, CollectiveOperation] = {}
+        self._history: OrderedDict[int, Signature] = OrderedDict()
+        self._asked: dict[int, tuple[int, str]] = {}
+        self.failed: TorchNixlError | None = None
+        _listen(communicator.connection)[self._exchange.context] = self
+
+    def begin(
+        self,
+        signature: Signature,
+        algorithm: Algorithm,
+        outputs: Sequence[torch.Tensor],
+        timeout: float | None,
+        *,
+        attended: bool,
+    ) -> CollectiveOperation:
+        """Number a collective and start it. Its errors come with it.
+
+        Args:
+            signature: What it is.
+            algorithm: What it does.
+            outputs: What it changes.
+            timeout: Seconds; the Communicator's by default.
+            attended: Whether the caller waits for it, and then takes one from `attended`.
+
+        Raises:
+            ClosedError: The Communicator is closed.
+            TorchNixlError: An earlier collective failed, and the group with it.
+        """
+        communicator = self._communicator()
+        assert communicator is not None
+        limit = communicator._deadline(timeout)
+        with self._lock:
+            if self._exchange.closed is not None:
+                raise ClosedError(f"{signature}: {self._exchange.closed}")
+            if self.failed is not None:
+                raise _like(self.failed, f"{signature}: this group failed before: {self.failed}")
+            number = self._next
+            self._next += 1
+            self._history[number] = signature
+            if len(self._history) > MAX_HISTORY:
+                self._history.popitem(last=False)
+            operation = CollectiveOperation(
+                self, communicator, signature, number, algorithm, outputs, limit
+            )
+            operation.attended = int(attended)
+            self._active[number] = operation
+            asked = list(self._asked.items()) if self._asked else ()
+        for rank, (wanted, text) in asked:
+            if wanted <= number:
+                self._asked.pop(rank, None)
+                self._compare(rank, wanted, text, answer=True)
+        try:
+            self._meet_all(communicator, limit)
+            operation.start()
+        except ClosedError as error:
+            operation.abort(ClosedError(f"{operation}: {error}"))
+        except (TorchNixlError, ValueError) as error:
+            self.fail(operation, error)
+        except BaseException as error:
+            self.fail(operation, TransferCancelled(f"interrupted by {error!r}"))
+            raise
+        return operation
+
+    def _meet_all(self, communicator: Communicator, limit: float | None) -> None:
+        """Meet the ranks that were never met, which waits for each to make its Communicator."""
+        peers = self._exchange.peers
+        if len(peers) == communicator.world_size - 1:
+            return
+        for rank in range(communicator.world_size):
+            while rank != communicator.rank and rank not in peers:
+                # One that had nothing to wait for may have closed by now, and its key be gone: it
+                # has introduced itself before.
+                communicator.connection.progress.sweep()
+                if rank in peers:
+                    break
+                soon = time.monotonic() + MEET_SECONDS
+                try:
+                    communicator._meet(rank, "rank", soon if limit is None else min(soon, limit))
+                except TransferTimeout:
+                    if limit is not None and time.monotonic() >= limit:
+                        raise
+
+    def check_strays(self, operation: CollectiveOperation) -> None:
+        """Fail if a rank has sent something by now that no collective of ours receives.
+
+        Two that both take themselves for the root of a small broadcast wait for nobody. What they
+        have sent each other is found once they have next heard from each other.
+
+        Args:
+            operation: One that is about to end.
+
+        Raises:
+            MismatchError: A rank has.
+        """
+        matcher = self._exchange.inbox.matcher
+        if not matcher.num_messages:
+            return
+        with self._exchange.lock:
+            tags = matcher.tags()
+        for tag, source in tags:
+            if tag >= 0:
+                continue
+            number = protocol.number_of(tag, operation.number)
+            with self._lock:
+                mine = number == operation.number
+                stray = mine or (number < operation.number and number not in self._active)
+            if stray:
+                known = self._history.get(number, "unknown by now")
+                raise MismatchError(
+                    f"rank {source} called something else than this rank's collective {number}, "
+                    f"{known}: it sent what was never received"
+                )
+
+    def forget(self, operation: CollectiveOperation) -> None:
+        """A collective has ended."""
+        with self._lock:
+            self._active.pop(operation.number, None)
+
+    # Failure.
+
+    def fail(self, operation: CollectiveOperation, error: BaseException) -> None:
+        """End a collective with an error, and the group with it, on every rank."""
+        if self._exchange.closed is not None:
+            self.forget(operation)
+            operation.end(ClosedError(f"{operation}: {self._exchange.closed}"))
+            return
+        if not isinstance(error, TorchNixlError):
+            wrapped: TorchNixlError = TransferError(f"{operation}: {error!r}")
+            wrapped.__cause__ = error
+        else:
+            wrapped = _like(error, f"{operation}: {error}")
+        self._fail_all(wrapped, operation.number)
+
+    def time_out(self, operation: CollectiveOperation) -> None:
+        """Its time is up: say which ranks have not taken part."""
+        missing = operation.missing() if operation.has_asked else []
+        names = ", ".join(f"rank {rank}" for rank in missing)
+        awaited = ", ".join(f"rank {rank}" for rank in sorted(operation.awaited))
+        if missing:
+            why = f"no sign of {names}"
+        elif operation.has_asked:
+            why = f"all ranks have begun it; waits for {awaited}"
+        else:
+            why = f"waits for {awaited}"
+        self.fail(operation, TransferTimeout(f"timed out: {why}"))
+
+    def _fail_all(self, error: TorchNixlError, number: int, *, tell: bool = True) -> None:
+        with self._lock:
+            first = self.failed is None
+            if first:
+                self.failed = error
+            active, self._active = list(self._active.values()), {}
+        for operation in active:
+            same = operation.number == number
+            operation.end(
+                error if same else _like(error, f"{operation}: its group failed: {error}")
+            )
+        if first and tell:
+            for peer in list(self._exchange.peers.values()):
+                self._tell_failed(peer, number, error)
+
+    def _tell_failed(self, peer: Peer, number: int, error: BaseException) -> None:
+        if peer.error is None:
+            body = protocol.pack_fail(self._exchange.context, number, error)
+            self._exchange.send(peer, protocol.FAIL, body)
+
+    # What other ranks say. Runs in the driver.
+
+    def ask(self, operation: CollectiveOperation) -> None:
+        """Ask the other ranks where they are."""
+        exchange = self._exchange
+        body = protocol.pack_call(exchange.context, operation.number, operation.signature.text)
+        awaited = operation.awaited
+        for rank, peer in list(exchange.peers.items()):
+            if peer.error is None and (exchange.world_size <= MAX_ASKED or rank in awaited):
+                exchange.send(peer, protocol.ASK, body)
+
+    def on_ask(self, peer: Peer, body: bytes) -> None:
+        """A rank waits in a collective."""
+        number, text = protocol.parse_call(body)
+        if self.failed is not None:
+            self._tell_failed(peer, number, self.failed)
+            return
+        with self._lock:
+            begun = number < self._next
+            if not begun:
+                self._asked[peer.rank] = (number, text)
+        if begun:
+            self._compare(peer.rank, number, text, answer=True)
+
+    def on_tell(self, peer: Peer, body: bytes) -> None:
+        """A rank says what its collective of a number is."""
+        number, text = protocol.parse_call(body)
+        operation = self._active.get(number)
+        if operation is not None:
+            operation.present.add(peer.rank)
+        self._compare(peer.rank, number, text, answer=False)
+
+    def _compare(self, rank: int, number: int, text: str, *, answer: bool) -> None:
+        """Fail if another rank's collective of a number is not ours."""
+        exchange = self._exchange
+        mine = self._history.get(number)
+        peer = exchange.peers.get(rank)
+        if mine is None or peer is None:
+            return
+        if text != mine.text:
+            error = MismatchError(
+                f"collective {number}: rank {rank} called {text}, "
+                f"rank {exchange.rank} called {mine.text}"
+            )
+            self._fail_all(error, number)
+        elif answer:
+            body = protocol.pack_call(exchange.context, number, mine.text)
+            exchange.send(peer, protocol.TELL, body)
+
+    def on_fail(self, peer: Peer, body: bytes) -> None:
+        """A collective failed on another rank."""
+        number, kind, text = protocol.parse_fail(body)
+        if self.failed is None:
+            if kind is ClosedError:
+                kind = TransferError
+            self._fail_all(kind(f"rank {peer.rank} reports: {text}"), number, tell=False)
+
+
+def _like(error: TorchNixlError, text: str) -> TorchNixlError:
+    """An error of the same type with another text."""
+    made = type(error)(text)
+    made.__cause__ = error.__cause__
+    return made
+
+
+_Groups = weakref.WeakValueDictionary[int, CollectiveGroup]
+
+_groups: weakref.WeakKeyDictionary[Communicator, CollectiveGroup] = weakref.WeakKeyDictionary()
+_listening: weakref.WeakKeyDictionary[Connection, _Groups] = weakref.WeakKeyDictionary()
+_lock = threading.Lock()
+
+_HANDLERS: Final = {
+    protocol.ASK: CollectiveGroup.on_ask,
+    protocol.TELL: CollectiveGroup.on_tell,
+    protocol.FAIL: CollectiveGroup.on_fail,
+}
+
+
+def group_of(communicator: Communicator) -> CollectiveGroup:
+    """The one group of a Communicator."""
+    group = _groups.get(communicator)
+    if group is None:
+        with _lock:
+            group = _groups.get(communicator)
+            if group is None:
+                group = _groups[communicator] = CollectiveGroup(communicator)
+    return group
+
+
+def _listen(connection: Connection) -> _Groups:
+    """The groups of a connection by context, which its frames go to. Holds `_lock`."""
+    groups = _listening.get(connection)
+    if groups is None:
+        groups = _listening[connection] = weakref.WeakValueDictionary()
+        for kind, handler in _HANDLERS.items():
+            connection.route(kind, _route(groups, handler))
+    return groups
+
+
+def _route(
+    groups: _Groups, handler: Callable[[CollectiveGroup, Peer, bytes], None]
+) -> Callable[[Remote, bytes], None]:
+    def handle(remote: Remote, body: bytes) -> None:
+        if len(body) < 4:
+            raise MetadataError("frame is cut")
+        group = groups.get(int.from_bytes(body[:4], "little"))
+        if group is not None:
+            peer = group._exchange.by_remote.get(remote)
+            if peer is not None:
+                handler(group, peer, body)
+
+    return handle

@@ -1,0 +1,116 @@
+"""What a collective with ``async_op=True`` returns."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Generator
+
+import torch
+
+from torch_nixl.collectives.operation import CollectiveOperation
+
+
+class CollectiveWork:
+    """A collective under way. It goes on, and ends, also if nobody holds this."""
+
+    __slots__ = ("_operation",)
+
+    def __init__(self, operation: CollectiveOperation) -> None:
+        self._operation = operation
+
+    @property
+    def number(self) -> int:
+        """Its number among the collectives of its group."""
+        return self._operation.number
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Block until this rank's part has ended.
+
+        Args:
+            timeout: Seconds; the collective fails, on all ranks, when they have passed. None
+                waits until its own deadline.
+
+        Raises:
+            TransferTimeout: Time is up; names the ranks that have given no sign.
+            MismatchError: Ranks have called different things; names both.
+            PeerLostError: A rank died or closed.
+            TransferError: It failed, here or on another rank.
+            ClosedError: The Communicator was closed meanwhile.
+        """
+        self._operation.wait(timeout)
+
+    def result(self, timeout: float | None = None) -> list[torch.Tensor]:
+        """The tensors that it changed, once it has. Waits and raises as `wait` does."""
+        self.wait(timeout)
+        return self._operation.outputs
+
+    def is_completed(self) -> bool:
+        """Whether it has ended, well or not. It does so without anyone waiting."""
+        return self._operation.done
+
+    def is_success(self) -> bool:
+        """Whether it has ended well."""
+        return self._operation.done and self._operation.error is None
+
+    def exception(self) -> BaseException | None:
+        """What it ended with; None if it ended well or hasn't ended."""
+        return self._operation.error
+
+    def cancel(self) -> None:
+        """Give it up, on all ranks. The memory may be in use for a while: see `wait_released`."""
+        if not self._operation.done:
+            self._operation.cancel()
+
+    def wait_released(self, timeout: float | None = None) -> bool:
+        """Block until no one but the caller can touch its memory; return False if not by then.
+
+        Args:
+            timeout: Seconds; None waits as long as it takes, which a stopped rank can make long.
+        """
+        return self._operation.wait_released(timeout)
+
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        """Call `callback` once it has ended, in the thread that noticed; at once if it has."""
+        self._operation.add_done_callback(callback)
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        """A future that ends when this does, with the tensors that it changed."""
+        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+
+        def end() -> None:
+            error = self._operation.error
+            if error is None:
+                future.set_result(self._operation.outputs)
+            elif isinstance(error, Exception):
+                future.set_exception(error)  # type: ignore[arg-type]  # its stub is wrong
+
+        self.add_done_callback(end)
+        return future
+
+    def __await__(self) -> Generator[object, None, list[torch.Tensor]]:
+        return self._await().__await__()
+
+    async def _await(self) -> list[torch.Tensor]:
+        if not self.is_completed():
+            loop = asyncio.get_running_loop()
+            future: asyncio.Future[None] = loop.create_future()
+
+            def wake() -> None:
+                if not future.done():
+                    future.set_result(None)
+
+            def call() -> None:
+                with contextlib.suppress(RuntimeError):  # The loop has ended.
+                    loop.call_soon_threadsafe(wake)
+
+            self.add_done_callback(call)
+            await future
+        return self.result()
+
+    def __repr__(self) -> str:
+        state = "pending"
+        if self.is_completed():
+            error = self.exception()
+            state = "done" if error is None else f"failed: {error}"
+        return f"<CollectiveWork {self._operation} {state}>"
