@@ -88,7 +88,9 @@ class Contacts:
         """Find or make the remote of that name, and greet it. See `Connection.contact`."""
         remote = self._remotes.get(name)
         if remote is not None and remote.greeted:
-            return remote
+            if remote.broken is None:
+                return remote
+            self._part(remote, remote.broken)
         # One at a time: a frame that another thread sends before our HELLO comes from a stranger.
         with self._contacting:
             remote = self._remotes.get(name)
@@ -252,12 +254,11 @@ class Contacts:
         if remote.broken is not None:
             return
         remote.broken = error
+        self._connection.progress.call_later([lambda: self._part(remote, error)])
 
-        def lose() -> None:
-            self._connection.progress.sweep()
-            self.lose(remote, error)
-
-        self._connection.progress.call_later([lose])
+    def _part(self, remote: Remote, error: BaseException) -> None:
+        self._connection.progress.sweep()
+        self.lose(remote, error)
 
     def lose(self, remote: Remote, error: BaseException) -> None:
         """Note that a remote is gone: everything that waits for it ends with PeerLostError."""
