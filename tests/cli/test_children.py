@@ -170,3 +170,20 @@ print(try_gpus(20).model_dump_json())
         "devices": [{"name": "H200", "pci": "0000:1b:00.0", "memory_bytes": 5}],
         "failure": None,
     }
+
+
+def test_streams_of_devices_are_described_and_a_crash_of_theirs_is_a_result() -> None:
+    program = """
+import types
+from torch_nixl.cli.doctor.gpus import try_streams
+found = []
+for describe in (lambda: ("cuda:0: streams wait",), os.abort):
+    module = types.SimpleNamespace(describe_devices=describe)
+    sys.modules["torch_nixl.engine.device_streams"] = module
+    found.append(try_streams(20))
+print(json.dumps(found))
+"""
+    assert _run(program) == [
+        ["cuda:0: streams wait"],
+        ["devices: the process was killed by SIGABRT"],
+    ]

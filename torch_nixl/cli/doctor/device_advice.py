@@ -115,7 +115,7 @@ def advise_streams(streams: Sequence[str]) -> Iterator[Finding]:
                 name="STREAMS_BLOCK",
                 severity="note",
                 problem=line,
-                mend="pip install cuda-python, or a newer driver; bytes are right without, too",
+                mend="with NVIDIA, a newer driver; elsewhere nothing. Bytes are right all the same",
             )
 
 
