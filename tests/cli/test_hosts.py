@@ -96,7 +96,7 @@ def test_bytes_move_both_ways_and_both_reports_agree() -> None:
     for path in (connected.visit.outgoing, connected.visit.incoming):
         assert path.works
         assert path.kind == "tcp"
-        assert path.write_lane == "tcp/lo"
+        assert "tcp/lo" in (path.write_lane or "")
         assert path.read_gb_per_s is not None
         assert path.read_gb_per_s > 0
         assert path.write_gb_per_s is not None
@@ -121,7 +121,7 @@ def _check_text(report: HostsReport) -> None:
         render_hosts(report.model_copy(update={"visit": visit}), console)
     text = console.export_text()
     assert "Tensors can move between these hosts" in text
-    assert f"{report.visit.outgoing.write_gb_per_s or 0:.2f} GB/s over tcp/lo" in text
+    assert f"{report.visit.outgoing.write_gb_per_s or 0:.2f} GB/s over tcp/" in text
     assert "[bold]evil" in text
     assert "\x1b" not in text
 
@@ -165,16 +165,18 @@ def test_killed_end_is_a_finding_of_the_other(who: str) -> None:
 def test_stopped_end_is_given_up_at_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hosts, "VISIT_TIMEOUT_S", 4.0)
     monkeypatch.setattr(hosts, "_GRACE_S", 4.0)
+    stopped: list[int] = []
     with _serving() as (server, port):
 
         def stop(step: str) -> None:
             if step.startswith("moving"):
-                os.kill(_worker_of(server), signal.SIGSTOP)
+                stopped.append(_worker_of(server))
+                os.kill(stopped[0], signal.SIGSTOP)
 
         started = time.monotonic()
         report = hosts.connect("127.0.0.1", port, None, stop)
         assert time.monotonic() - started < 20
-        server.terminate()
+        os.kill(stopped[0], signal.SIGKILL)
     assert not report.can_move
     assert report.failure
 

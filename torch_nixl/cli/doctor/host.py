@@ -71,7 +71,7 @@ def read_host(root: Path = Path("/")) -> Host:
     interfaces = read_interfaces(root, ipv4_addresses)
     rdma_devices = read_rdma_devices(root)
     gpus = read_gpus(root)
-    range_of_ids = (read(root / "proc/self/uid_map") or "").split()
+    ids = read(root / "proc/self/uid_map")
     return Host(
         interfaces=interfaces,
         rdma_devices=rdma_devices,
@@ -90,7 +90,7 @@ def read_host(root: Path = Path("/")) -> Host:
         no_new_privs=status.get("NoNewPrivs") == "1",
         seccomp_mode=to_int(status.get("Seccomp")),
         yama_ptrace_scope=read_int(root / "proc/sys/kernel/yama/ptrace_scope"),
-        in_user_namespace=range_of_ids not in ([], _WHOLE_RANGE),
+        in_user_namespace=ids is not None and ids.split() != _WHOLE_RANGE,
         confined_by=_confined_by(root),
     )
 
