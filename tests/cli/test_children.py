@@ -110,4 +110,80 @@ def test_cma_is_tried_between_siblings() -> None:
 def test_denied_cma_is_named_by_its_errno() -> None:
     # A process that changed its user can't be read by others of that user, nor by its siblings.
     trial = _run(_CMA.format(before="os.setgid(65534); os.setuid(65534)"))
-    assert trial == {"works": False, "needs_consent": False, "error": "EPERM"}
+    assert trial == {
+        "works": False,
+        "needs_consent": False,
+        "error": "EPERM",
+        "own_error": None,
+        "dumpable": False,
+    }
+
+
+_FORBID = """
+import ctypes, platform
+class Instruction(ctypes.Structure):
+    _fields_ = [("code", ctypes.c_uint16), ("jt", ctypes.c_uint8), ("jf", ctypes.c_uint8),
+                ("k", ctypes.c_uint32)]
+class Program(ctypes.Structure):
+    _fields_ = [("len", ctypes.c_uint16), ("filter", ctypes.POINTER(Instruction))]
+number = {"x86_64": 310, "aarch64": 270}[platform.machine()]
+# Load the call's number; EPERM if it is process_vm_readv's; else allow.
+rules = (Instruction * 4)((0x20, 0, 0, 0), (0x15, 0, 1, number), (0x06, 0, 0, 0x50001),
+                          (0x06, 0, 0, 0x7FFF0000))
+libc = ctypes.CDLL(None, use_errno=True)
+assert libc.prctl(38, 1, 0, 0, 0) == 0
+assert libc.prctl(22, 2, ctypes.byref(Program(4, rules)), 0, 0) == 0, ctypes.get_errno()
+"""
+
+
+def test_filter_of_system_calls_is_told_from_other_denials() -> None:
+    trial = _run(_CMA.format(before=_FORBID))
+    assert isinstance(trial, dict)
+    assert (trial["works"], trial["error"], trial["own_error"]) == (False, "EPERM", "EPERM")
+
+
+def test_gpus_that_torch_cannot_use_are_a_result() -> None:
+    program = """
+import types
+from torch_nixl.cli.doctor.gpus import try_gpus
+def fail(*_, **__):
+    raise RuntimeError("No CUDA GPUs are available\\nand more")
+cuda = types.SimpleNamespace(is_available=lambda: False)
+sys.modules["torch"] = types.SimpleNamespace(cuda=cuda, empty=fail)
+print(json.dumps(try_gpus(20).failure))
+"""
+    assert _run(program) == "No CUDA GPUs are available"
+
+
+def test_gpus_that_torch_sees_have_name_and_place() -> None:
+    program = """
+import types
+from torch_nixl.cli.doctor.gpus import try_gpus
+facts = types.SimpleNamespace(
+    name="H200", total_memory=5, pci_domain_id=0, pci_bus_id=0x1B, pci_device_id=0)
+cuda = types.SimpleNamespace(
+    is_available=lambda: True, device_count=lambda: 1, get_device_properties=lambda index: facts)
+sys.modules["torch"] = types.SimpleNamespace(cuda=cuda)
+print(try_gpus(20).model_dump_json())
+"""
+    assert _run(program) == {
+        "devices": [{"name": "H200", "pci": "0000:1b:00.0", "memory_bytes": 5}],
+        "failure": None,
+    }
+
+
+def test_streams_of_devices_are_described_and_a_crash_of_theirs_is_a_result() -> None:
+    program = """
+import types
+from torch_nixl.cli.doctor.gpus import try_streams
+found = []
+for describe in (lambda: ("cuda:0: streams wait",), os.abort):
+    module = types.SimpleNamespace(describe_devices=describe)
+    sys.modules["torch_nixl.engine.device_streams"] = module
+    found.append(try_streams(20))
+print(json.dumps(found))
+"""
+    assert _run(program) == [
+        ["cuda:0: streams wait"],
+        ["devices: the process was killed by SIGABRT"],
+    ]

@@ -38,7 +38,7 @@ def _examine(**environment: str) -> tuple[Report, int]:
 
 @pytest.fixture(scope="module")
 def healthy() -> tuple[Report, int]:
-    return _examine(UCX_TCP_SNDBUF="2m")
+    return _examine(UCX_TCP_SNDBUF="2m", NIXL_ODD="1", TORCH_NIXL_SECRET="hush")
 
 
 def test_tensors_can_move_here(healthy: tuple[Report, int]) -> None:
@@ -81,11 +81,22 @@ def test_environment_tells_who_set_what(healthy: tuple[Report, int]) -> None:
     settings = {setting.name: (setting.value, setting.source) for setting in report.environment}
     assert settings["UCX_TCP_SNDBUF"] == ("2m", "user")
     assert settings["UCX_TCP_RX_SEG_SIZE"][1] == "torch_nixl"
+    assert settings["NIXL_ODD"] == ("1", "user")
+    assert "hush" not in report.model_dump_json()
+    assert "TUNING_LOWERED" in {finding.name for finding in report.findings}
+
+
+def test_modules_of_ucx_are_there_and_why_not_loaded(healthy: tuple[Report, int]) -> None:
+    report, _ = healthy
+    modules = {module.name: module for module in report.ucx_modules}
+    assert modules.keys() == {"uct_cuda", "uct_ib"}
+    assert all(module.present for module in modules.values())
+    assert all(bool(module.detail) is not module.loaded for module in modules.values())
 
 
 def test_report_can_be_read_by_a_person(healthy: tuple[Report, int]) -> None:
     report, _ = healthy
-    finding = Finding(severity="warning", problem="[odd] thing", mend="unset [it]")
+    finding = Finding(name="ODD", severity="warning", problem="[odd] thing", mend="unset [it]")
     console = Console(record=True, width=100, file=open(os.devnull, "w"))  # noqa: SIM115
     with console.file:
         streams = ("cuda:0: wait() blocks the host: not supported",)
@@ -148,7 +159,7 @@ def test_nixl_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyP
     trials = run_trials(steps.append, timeout=8)
     assert trials.path is None
     assert "while importing NIXL (not done within 8 s" in (trials.nixl_failure or "")
-    assert steps == ["importing NIXL"]
+    assert steps == ["trying cross memory attach", "importing NIXL"]
 
 
 def test_missing_extra_is_named_in_one_sentence() -> None:

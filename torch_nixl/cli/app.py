@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from torch_nixl import __version__
-from torch_nixl.cli import bench
+from torch_nixl.cli import bench, doctor_commands
 
 app = typer.Typer(
     name="torch-nixl",
@@ -17,6 +17,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(bench.app, name="bench")
+app.add_typer(doctor_commands.app, name="doctor")
 
 
 def _print_version(wanted: bool) -> None:
@@ -35,27 +36,3 @@ def _main(
     ] = False,
 ) -> None:
     """Move PyTorch tensors between processes over NIXL."""
-
-
-@app.command()
-def doctor(
-    json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON document and nothing else.")
-    ] = False,
-) -> None:
-    """Say whether tensors can move between processes here, which way, how fast, what to mend.
-
-    Exit status 0 if they can, 1 if not. Takes about ten seconds.
-    """
-    from torch_nixl.cli.doctor.examine import examine
-
-    if json:
-        report = examine()
-        typer.echo(report.model_dump_json(indent=2))
-    else:
-        from torch_nixl.cli.doctor.render import progress, render
-
-        with progress() as announce:
-            report = examine(announce)
-        render(report)
-    raise typer.Exit(report.exit_status)

@@ -17,6 +17,7 @@ from torch_nixl.cli.doctor.report import CmaTrial
 from torch_nixl.engine.path import copy_from
 
 _PATTERN = b"torch_nixl doctor: cross memory attach"
+_PR_GET_DUMPABLE = 3
 _PR_SET_PTRACER = 0x59616D61
 _PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
 
@@ -40,27 +41,34 @@ def try_cma(timeout: float) -> CmaTrial:
 
 def _be_read(reader: socket.socket) -> Json:
     memory = ctypes.create_string_buffer(_PATTERN, len(_PATTERN))
-    reader.sendall(f"{os.getpid()} {ctypes.addressof(memory)}".encode())
+    libc = ctypes.CDLL(None)
+    dumpable = libc.prctl(_PR_GET_DUMPABLE, 0, 0, 0, 0)
+    reader.sendall(f"{os.getpid()} {ctypes.addressof(memory)} {dumpable}".encode())
     reader.recv(1)
     # Yama's level 1 lets a process read its descendants only, unless the target says otherwise.
     # UCX says so for its processes; without Yama the call fails and nothing is lost.
-    ctypes.CDLL(None).prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0)
+    libc.prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0)
     reader.sendall(b"!")
     reader.recv(1)
     return None
 
 
 def _read(target: socket.socket) -> Json:
-    pid, address = map(int, target.recv(64).split())
+    pid, address, dumpable = map(int, target.recv(64).split())
+    own = ctypes.create_string_buffer(_PATTERN, len(_PATTERN))
+    own_error = _attempt(os.getpid(), ctypes.addressof(own))
     first = _attempt(pid, address)
     target.sendall(b"?")
     target.recv(1)
     second = first and _attempt(pid, address)
     target.sendall(b".")
-    if second is None:
-        trial = CmaTrial(works=True, needs_consent=first is not None)
-    else:
-        trial = CmaTrial(works=False, error=second)
+    trial = CmaTrial(
+        works=second is None,
+        needs_consent=second is None and first is not None,
+        error=second,
+        own_error=own_error,
+        dumpable=dumpable == 1,
+    )
     return trial.model_dump(mode="json")
 
 

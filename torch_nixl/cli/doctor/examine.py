@@ -3,29 +3,39 @@
 from __future__ import annotations
 
 import os
-import select
-import signal
-import subprocess
-import sys
-import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from torch_nixl.cli.doctor.advice import advise
-from torch_nixl.cli.doctor.host import installed_version, read_host, read_versions
+from torch_nixl.cli.doctor.host import installed_version, read_versions
 from torch_nixl.cli.doctor.messages import Message
-from torch_nixl.cli.doctor.report import Backend, CmaTrial, Path, Report, Setting, UcxDevice
+from torch_nixl.cli.doctor.programs import run_program
+from torch_nixl.cli.doctor.report import (
+    Backend,
+    CmaTrial,
+    GpuTrial,
+    Host,
+    Path,
+    Report,
+    Setting,
+    UcxDevice,
+    UcxModule,
+)
 from torch_nixl.engine.nixl import tuned_environment
 
-WORKER_TIMEOUT_S = 150.0
+WORKER_TIMEOUT_S = 180.0
 """Seconds for all trials together. A healthy machine needs about five."""
+
+_PREFIXES = ("UCX_", "NIXL_", "TORCH_NIXL_", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+_SECRETS = ("SECRET", "KEY", "TOKEN", "PASSWORD")
 
 
 @dataclass(slots=True)
 class Trials:
     """What the worker found, as far as it got."""
 
+    host: Host | None = None
+    host_failure: str | None = None
     cma: CmaTrial | None = None
     path: Path | None = None
     nixl_failure: str | None = None
@@ -35,9 +45,14 @@ class Trials:
     backends: tuple[Backend, ...] = ()
     devices: tuple[UcxDevice, ...] = ()
     streams: tuple[str, ...] = ()
+    modules: tuple[UcxModule, ...] = ()
+    gpus: GpuTrial | None = None
 
     def take(self, message: Message) -> str:
         """Add what one trial found; returns what comes next, in a few words."""
+        if message.host is not None or message.host_failure is not None:
+            self.host, self.host_failure = message.host, message.host_failure
+            return "trying cross memory attach"
         if message.cma is not None:
             self.cma = message.cma
             return "importing NIXL"
@@ -46,6 +61,8 @@ class Trials:
         self.ucx_version = message.ucx_version or self.ucx_version
         self.ucx_complaints += message.ucx_complaints or ()
         self.devices += message.devices or ()
+        self.modules += message.modules or ()
+        self.gpus = message.gpus or self.gpus
         self.path = message.path or self.path
         self.streams += message.streams or ()
         if message.backend is not None:
@@ -61,14 +78,9 @@ def examine(announce: Callable[[str], None] = lambda _: None) -> Report:
         announce: Called with a few words before each step.
     """
     announce("reading the system")
-    host = read_host()
     versions = read_versions()
-    settings = tuple(
-        Setting(name=name, value=value, source=source)
-        for name, value, source in tuned_environment()
-    )
-    announce("trying cross memory attach")
     trials = run_trials(announce)
+    host = trials.host or _unread_host()
     wheel = trials.nixl_wheel
     if wheel is not None:
         wheel = f"{wheel} {installed_version(wheel) or '(unknown version)'}"
@@ -80,7 +92,12 @@ def examine(announce: Callable[[str], None] = lambda _: None) -> Report:
         cma=cma,
         backends=trials.backends,
         devices=trials.devices,
+        modules=trials.modules,
+        torch_gpus=trials.gpus,
+        streams=trials.streams,
+        versions=versions,
         path=path,
+        host_failure=trials.host_failure,
         nixl_failure=trials.nixl_failure,
         ucx_complaints=trials.ucx_complaints,
         environment=os.environ,
@@ -92,9 +109,11 @@ def examine(announce: Callable[[str], None] = lambda _: None) -> Report:
         cma=cma,
         backends=trials.backends,
         ucx_devices=trials.devices,
+        ucx_modules=trials.modules,
+        torch_gpus=trials.gpus,
         path=path,
         streams=trials.streams,
-        environment=settings,
+        environment=settings_of(os.environ),
         findings=findings,
     )
 
@@ -107,59 +126,45 @@ def run_trials(announce: Callable[[str], None], timeout: float = WORKER_TIMEOUT_
         timeout: Seconds for all trials; the worker is killed then.
     """
     trials = Trials()
-    reader, writer = os.pipe()
-    with tempfile.TemporaryFile() as output:
-        # A session of its own, so that its children can be killed with it.
-        process = subprocess.Popen(
-            [sys.executable, "-m", "torch_nixl.cli.doctor.worker", str(writer)],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            pass_fds=[writer],
-            start_new_session=True,
-        )
-        os.close(writer)
-        deadline = time.monotonic() + timeout
-        try:
-            for message in _read_messages(reader, deadline):
-                announce(trials.take(message))
-        finally:
-            os.close(reader)
-            # It has ended, or its time has passed.
-            in_time = time.monotonic() < deadline
-            status = _end(process)
-        output.seek(0)
-        lines = output.read().decode(errors="replace").strip().splitlines()
+
+    def hear(line: bytes) -> None:
+        announce(trials.take(Message.model_validate_json(line)))
+
+    ended = run_program("torch_nixl.cli.doctor.worker", hear, timeout)
     if trials.path is None and trials.nixl_failure is None:
-        said = f": {lines[-1]}" if lines else ""
-        if not in_time:
-            reason = f"not done within {timeout:g} s"
-        elif status < 0:
-            reason = f"killed by {signal.Signals(-status).name}"
-        else:
-            reason = f"status {status}"
         when = "trying its backends" if trials.nixl_wheel else "importing NIXL"
-        trials.nixl_failure = f"a process ended while {when} ({reason}{said})"
+        trials.nixl_failure = f"a process ended while {when} ({ended.why(timeout)})"
     return trials
 
 
-def _read_messages(descriptor: int, deadline: float) -> Iterator[Message]:
-    """Yield what the worker says, until it ends or the deadline passes."""
-    received = b""
-    while (left := deadline - time.monotonic()) > 0:
-        ready, _, _ = select.select([descriptor], [], [], left)
-        piece = os.read(descriptor, 1 << 16) if ready else b""
-        if not piece:
-            return
-        *lines, received = (received + piece).split(b"\n")
-        for line in lines:
-            yield Message.model_validate_json(line)
+def settings_of(environment: Mapping[str, str]) -> tuple[Setting, ...]:
+    """Return the variables that count here: those that torch_nixl tunes, and the user's own."""
+    found = [
+        Setting(name=name, value=value, source=source)
+        for name, value, source in tuned_environment()
+    ]
+    known = {setting.name for setting in found}
+    for name, value in sorted(environment.items()):
+        secret = any(word in name for word in _SECRETS)
+        if name.startswith(_PREFIXES) and name not in known and not secret:
+            found.append(Setting(name=name, value=value, source="user"))
+    return tuple(found)
 
 
-def _end(process: subprocess.Popen[bytes]) -> int:
-    """Wait for the worker, or kill it and all its children. Returns its exit status."""
-    try:
-        return process.wait(timeout=0.5)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        return process.wait()
+def _unread_host() -> Host:
+    """Return what is known of a host that can't be read."""
+    return Host(
+        interfaces=(),
+        rdma_devices=(),
+        shm_bytes=None,
+        memlock_bytes=None,
+        home=os.environ.get("HOME"),
+        home_readable=True,
+        num_cores=len(os.sched_getaffinity(0)),
+        load=0.0,
+        uid=os.getuid(),
+        cap_sys_ptrace=False,
+        no_new_privs=False,
+        seccomp_mode=None,
+        yama_ptrace_scope=None,
+    )

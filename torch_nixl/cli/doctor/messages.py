@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict
 
-from torch_nixl.cli.doctor.report import Backend, CmaTrial, Path, UcxDevice
+from torch_nixl.cli.doctor.report import (
+    Backend,
+    CmaTrial,
+    GpuTrial,
+    Host,
+    Path,
+    UcxDevice,
+    UcxModule,
+)
 
 
 class Message(BaseModel):
@@ -12,6 +20,9 @@ class Message(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    host: Host | None = None
+    host_failure: str | None = None
+    """Why the system can't be read."""
     cma: CmaTrial | None = None
     nixl_failure: str | None = None
     """Why NIXL can't be imported."""
@@ -19,6 +30,8 @@ class Message(BaseModel):
     """Name of the wheel that was loaded, such as ``nixl-cu13``."""
     backend: Backend | None = None
     devices: tuple[UcxDevice, ...] | None = None
+    modules: tuple[UcxModule, ...] | None = None
+    gpus: GpuTrial | None = None
     path: Path | None = None
     ucx_version: str | None = None
     ucx_complaints: tuple[str, ...] | None = None

@@ -11,18 +11,24 @@ from pydantic import BaseModel, ConfigDict
 
 PathKind = Literal["cma", "shared memory", "rdma", "tcp", "unknown"]
 Severity = Literal["error", "warning", "note"]
+Across = Literal["switch", "host bridge", "NUMA node", "system", "unknown"]
+"""The nearest that two PCI devices share: ``system`` if not even a NUMA node."""
 
 
-class _Value(BaseModel):
+class Value(BaseModel):
+    """What was found: frozen, and checked where it comes from another process."""
+
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class Versions(_Value):
+class Versions(Value):
     """What is installed. None: it isn't, or could not be loaded."""
 
     torch_nixl: str
     python: str
     torch: str | None
+    torch_cuda: str | None = None
+    """The CUDA version that torch was built for, such as ``12.8``. None: for none."""
     nixl: str | None
     nixl_wheel: str | None = None
     """The wheel that was loaded, such as ``nixl-cu13 1.5.1``: NIXL brings one for each CUDA."""
@@ -30,7 +36,7 @@ class Versions(_Value):
     platform: str
 
 
-class Backend(_Value):
+class Backend(Value):
     """One of NIXL's plugins, and whether an agent with it could be made."""
 
     name: str
@@ -39,14 +45,14 @@ class Backend(_Value):
     seconds: float
 
 
-class UcxDevice(_Value):
+class UcxDevice(Value):
     """A transport that UCX can use here, and the device it uses it on."""
 
     transport: str
     device: str
 
 
-class Interface(_Value):
+class Interface(Value):
     """A network interface."""
 
     name: str
@@ -55,20 +61,56 @@ class Interface(_Value):
     mtu: int | None
     speed_gbit_per_s: float | None
     """None where the driver names none, as most virtual ones do."""
+    bridge: bool = False
+    addresses: tuple[str, ...] = ()
+    """IPv4."""
+    pci: str | None = None
+    """Address on the PCI bus, such as ``0000:41:00.0``. None: it isn't on one."""
+    numa_node: int | None = None
 
 
-class RdmaDevice(_Value):
+class RdmaDevice(Value):
     """An RDMA device and the state of its ports, such as ``ACTIVE``."""
 
     name: str
     port_states: tuple[str, ...]
+    speeds_gbit_per_s: tuple[float | None, ...] = ()
+    """Of each port."""
+    pci: str | None = None
+    numa_node: int | None = None
 
 
-class Host(_Value):
+class Gpu(Value):
+    """A GPU on the PCI bus, whether or not torch can use it."""
+
+    pci: str
+    vendor: str
+    driver: str | None
+    numa_node: int | None
+
+
+class Distance(Value):
+    """What lies between a GPU and a network card; less is faster."""
+
+    gpu: str
+    """Its PCI address."""
+    nic: str
+    """Name of an interface or an RDMA device."""
+    across: Across
+
+
+class Host(Value):
     """What the operating system says of this process's place."""
 
     interfaces: tuple[Interface, ...]
     rdma_devices: tuple[RdmaDevice, ...]
+    gpus: tuple[Gpu, ...] = ()
+    distances: tuple[Distance, ...] = ()
+    """From each GPU to each network card on the PCI bus."""
+    gpu_direct: bool = False
+    """A kernel module that lets network cards reach NVIDIA GPUs' memory is loaded."""
+    socket_buffer_bytes: int | None = None
+    """Most that a program may ask for (net.core.rmem_max, wmem_max; the lesser). None: unknown."""
     shm_bytes: int | None
     """Size of /dev/shm. None: there is none."""
     memlock_bytes: int | None
@@ -86,9 +128,13 @@ class Host(_Value):
     """0 off, 1 strict, 2 filter. None: unknown."""
     yama_ptrace_scope: int | None
     """None: the kernel has no Yama."""
+    in_user_namespace: bool = False
+    """As in a rootless container: uid 0 here is another user outside."""
+    confined_by: str | None = None
+    """The profile of AppArmor or SELinux that this process runs under."""
 
 
-class CmaTrial(_Value):
+class CmaTrial(Value):
     """Whether one process can read the memory of a sibling by process_vm_readv."""
 
     works: bool
@@ -96,9 +142,13 @@ class CmaTrial(_Value):
     """It works only once the target has allowed it by prctl(PR_SET_PTRACER), as UCX does."""
     error: str | None = None
     """Name of the errno, such as ``EPERM``, or what else went wrong."""
+    own_error: str | None = None
+    """The same for a process's own memory, which only a filter of system calls forbids."""
+    dumpable: bool | None = None
+    """False: the kernel protects the target, which has changed its user or privileges."""
 
 
-class Path(_Value):
+class Path(Value):
     """How bytes move between two processes on this host, and how fast."""
 
     works: bool
@@ -108,31 +158,62 @@ class Path(_Value):
     """What UCX moves large READs by, such as ``cma/memory`` or ``tcp/lo``."""
     write_lane: str | None = None
     control_lane: str | None = None
+    read_bytes: int | None = None
+    """Size of each READ: 64 MiB, or less where that takes long."""
     read_gb_per_s: float | None = None
-    """Median of READs of 64 MiB."""
+    """Median of several READs."""
+    write_bytes: int | None = None
     write_gb_per_s: float | None = None
     round_trip_p50_us: float | None = None
     """Of messages of 8 bytes between two polling processes."""
     round_trip_p99_us: float | None = None
 
 
-class Setting(_Value):
-    """An environment variable that UCX reads, and who set it."""
+class Setting(Value):
+    """An environment variable that counts here, and who set it."""
 
     name: str
     value: str
     source: str
 
 
-class Finding(_Value):
+class TorchGpu(Value):
+    """A GPU as torch sees it."""
+
+    name: str
+    pci: str | None
+    memory_bytes: int
+
+
+class GpuTrial(Value):
+    """What torch says of its GPUs."""
+
+    devices: tuple[TorchGpu, ...] = ()
+    failure: str | None = None
+    """Why it can't use them."""
+
+
+class UcxModule(Value):
+    """A part of UCX that comes as a library of its own."""
+
+    name: str
+    present: bool
+    loaded: bool
+    detail: str = ""
+    """Why it is not loaded."""
+
+
+class Finding(Value):
     """Something worth knowing, and how to mend it."""
 
+    name: str
+    """Which of those in docs/troubleshooting.md, such as ``CMA_DENIED``."""
     severity: Severity
     problem: str
     mend: str
 
 
-class Report(_Value):
+class Report(Value):
     """All that the doctor found."""
 
     schema_version: Literal[1] = 1
@@ -143,6 +224,9 @@ class Report(_Value):
     cma: CmaTrial
     backends: tuple[Backend, ...]
     ucx_devices: tuple[UcxDevice, ...]
+    ucx_modules: tuple[UcxModule, ...] = ()
+    torch_gpus: GpuTrial | None = None
+    """None: not asked, since there is no sign of a GPU."""
     path: Path
     streams: tuple[str, ...] = ()
     """For each device: ``cuda:0: streams wait for transfers, by cuda.bindings``, or why not."""
