@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch_nixl.engine.operation import deadline_after
-from torch_nixl.errors import ClosedError, IncompatibleError, PeerLostError, TransferError
+from torch_nixl.errors import (
+    ClosedError,
+    IncompatibleError,
+    MetadataError,
+    PeerLostError,
+    TransferError,
+    TransferTimeout,
+)
 from torch_nixl.kv import frames
 from torch_nixl.kv.cache import KVCache, PageIds
 from torch_nixl.kv.frames import Head, Take
 from torch_nixl.kv.handoff import Handoff
-from torch_nixl.kv.layout import shares
+from torch_nixl.kv.moving import order_of
 from torch_nixl.kv.plan import Run
 from torch_nixl.kv.protocol import Event, Mode, Outcome, Phase, Side, error_of
 from torch_nixl.kv.request import PageLists, Request
@@ -24,6 +30,7 @@ from torch_nixl.kv.ticket import Ticket
 if TYPE_CHECKING:
     from torch_nixl.engine.connection import Connection
     from torch_nixl.engine.remotes import Remote
+    from torch_nixl.kv.compatibility import Compatibility
     from torch_nixl.kv.meeting import Meeting
     from torch_nixl.p2p.communicator import Communicator
 
@@ -34,7 +41,7 @@ Tickets = str | bytes | Sequence[str | bytes]
 @dataclass(frozen=True, slots=True)
 class _Wanted:
     ticket: Ticket
-    heads: range
+    heads: tuple[range, ...]
     remote: Remote
 
 
@@ -72,7 +79,7 @@ class Fetch(Request):
         """Block until a layer is filled.
 
         Args:
-            layer: How many layers of the model come before it.
+            layer: The model's number of it.
             timeout: Seconds; None waits until the request's own deadline. The request goes on
                 after a timeout.
 
@@ -81,17 +88,18 @@ class Fetch(Request):
             TransferTimeout: Time is up.
             TransferError, ClosedError: As for `wait`.
         """
-        if not 0 <= layer < self._client.cache.num_layers:
-            raise ValueError(f"layer {layer}: there are {self._client.cache.num_layers}")
+        order = order_of(self._client.cache.compatibility)
+        if layer not in order:
+            raise ValueError(f"layer {layer} is not in the cache")
+        index = order.index(layer)
         deadline = deadline_after(timeout)
-        self._connection.progress.wait_until(
-            lambda: self._done or self.num_layers_ready > layer, deadline
+        arrived = self._connection.progress.wait_until(
+            lambda: self._done or self.num_layers_ready > index, deadline
         )
-        if self.num_layers_ready > layer:
-            return
-        if self._done:
+        if not arrived:
+            raise TransferTimeout(f"layer {layer} of {self.request!r} has not arrived yet")
+        if self.num_layers_ready <= index:
             self.wait()
-        raise error_of(Outcome.TIMED_OUT, f"{self!r}: layer {layer} is not there yet") or OSError
 
     def cancel(self) -> None:
         for handoff in list(self.handoffs):
@@ -160,8 +168,8 @@ class Heartbeat:
             self.error = PeerLostError(f"{name} is lost: {self._remote.lost_error}", remote=name)
             self.stop()
         elif now >= self._due:
-            lasts = self.ticket.lease_ms
-            self._due = now + (lasts / 3000 if lasts else math.inf)
+            lasts = self.ticket.lease_ms or int(1000 * frames.MAX_BEAT_SECONDS)
+            self._due = now + lasts / 3000
             head = Head(self.ticket.service, self.number, self.ticket.lease)
             body = frames.pack_count(head, lasts)
             self._client.figures.heartbeats += 1
@@ -315,7 +323,7 @@ class KVCacheClient(Service):
         self.connection.progress.kick()
         return fetch
 
-    def _choose(self, tickets: Tickets) -> list[tuple[Ticket, range]]:
+    def _choose(self, tickets: Tickets) -> list[tuple[Ticket, tuple[range, ...]]]:
         """Read tickets, and pick those of the ranks that have heads for this one."""
         key = self.connection.metadata_key
         parsed = [Ticket.unpack(text, key=key) for text in as_sequence(tickets)]
@@ -325,13 +333,13 @@ class KVCacheClient(Service):
         by_rank = {one.tp_rank: one for one in parsed}
         size = sizes.pop()
         try:
-            wanted = shares(self.cache.layouts[0].geometry, size)
+            wanted = self.cache.compatibility.shares(size)
         except ValueError as error:
             raise IncompatibleError(f"{parsed[0].server}: {error}") from None
-        missing = [one.rank for one in wanted if one.rank not in by_rank]
+        missing = sorted(wanted.keys() - by_rank.keys())
         if missing:
             raise ValueError(f"tickets of ranks {missing} of {size} are missing")
-        return [(by_rank[one.rank], one.heads) for one in wanted]
+        return [(by_rank[rank], heads) for rank, heads in wanted.items()]
 
     # The hub's lock is held.
 
@@ -354,7 +362,8 @@ class KVCacheClient(Service):
             one.remote,
             next(self.hub.numbers),
             one.ticket.lease,
-            name=f"{fetch.mode.name.lower()} of {fetch.request!r}",
+            name=f"kv {fetch.mode.name.lower()}",
+            label=fetch.request,
             start=start,
             stop=stop,
             heads=one.heads,
@@ -393,16 +402,14 @@ class KVCacheClient(Service):
     # What peers say.
 
     def on_welcome(self, remote: Remote, service: int, body: bytes, at: int) -> None:
-        """A server tells of its cache.
-
-        Raises:
-            MetadataError: What it tells is not acceptable.
-        """
+        """A server tells of its cache."""
         meeting = self._meetings.get((remote.name, service))
         if meeting is None or meeting.known is not None or not meeting.asked_at:
             return
-        meeting.remote = remote
-        self._know(meeting, body, at)
+        try:
+            self._know(meeting, body, at)
+        except MetadataError as error:
+            meeting.refused = Outcome.INCOMPATIBLE, str(error)
         self.figures.took("meet", time.monotonic() - meeting.asked_at)
         self._met(meeting)
 
@@ -412,6 +419,9 @@ class KVCacheClient(Service):
         if meeting is not None and outcome is not Outcome.COMPLETE:
             meeting.refused = outcome, text
             self._met(meeting)
+
+    def _share(self, meeting: Meeting, theirs: Compatibility) -> None:
+        self.cache.compatibility.shares(theirs.tp_size)
 
     def _met(self, meeting: Meeting) -> None:
         waiting, meeting.waiting = meeting.waiting, []

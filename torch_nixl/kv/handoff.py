@@ -32,8 +32,8 @@ each try, up to `MAX_RECONTACT_SECONDS`."""
 MAX_RECONTACT_SECONDS: Final = 30.0
 
 
-class Request(Protocol):
-    """What a handoff belongs to: an Offer or a Fetch."""
+class Whole(Protocol):
+    """What a handoff is a part of: an Offer or a Fetch."""
 
     @property
     def num_ready(self) -> int:
@@ -63,6 +63,7 @@ class Handoff(Operation):
 
     Attributes:
         service: The server or client that it is of.
+        label: What the program calls the request.
         request: The Offer or Fetch that it is a part of.
         meeting: What is known of the peer's cache.
         side: Where it stands.
@@ -70,7 +71,7 @@ class Handoff(Operation):
         lease: Prefill's.
         start: Position of the first token that moves.
         stop: Position after the last.
-        heads: Which of the model's heads.
+        heads: Which of the model's heads, for each group of layers.
         num_ready: Layers that can be moved.
         num_moved: Layers that have been, by this side or as the peer says.
         sent: Whether the peer has been asked; prefill was.
@@ -85,6 +86,7 @@ class Handoff(Operation):
         "_text",
         "_transfer",
         "heads",
+        "label",
         "lease",
         "meeting",
         "num_moved",
@@ -101,7 +103,7 @@ class Handoff(Operation):
     def __init__(
         self,
         service: Service,
-        request: Request,
+        request: Whole,
         meeting: Meeting,
         side: Side,
         remote: Remote,
@@ -109,13 +111,15 @@ class Handoff(Operation):
         lease: LeaseId,
         *,
         name: str,
+        label: str,
         start: int,
         stop: int,
-        heads: range,
+        heads: tuple[range, ...],
         deadline: float | None,
     ) -> None:
         super().__init__(service.connection, name, (), deadline)
         self.service = service
+        self.label = label
         self.request = request
         self.meeting = meeting
         self.side = side
@@ -156,6 +160,10 @@ class Handoff(Operation):
     def asked_at(self) -> float:
         """`time.monotonic()` at which it was made."""
         return self._asked_at
+
+    def __str__(self) -> str:
+        peer = "" if self.remote is None else f" with {self.remote.name}"
+        return f"{self.name} of {self.label!r}{peer}"
 
     def attend(self) -> bool:
         transfer = self._transfer
@@ -279,6 +287,18 @@ class Handoff(Operation):
                 self.on(Event.TIMEOUT, text=f"timed out while {self._doing()}")
 
     def on_lost(self, error: BaseException) -> None:
+        lock = self.service.hub.lock
+        # Whoever tells may hold locks of another protocol, which may want to tell that one: it
+        # must not wait for this one.
+        if not lock.acquire(blocking=False):
+            self._connection.progress.call_later([lambda: self._lose(error)])
+            return
+        try:
+            self._lose(error)
+        finally:
+            lock.release()
+
+    def _lose(self, error: BaseException) -> None:
         with self.service.hub.lock:
             self._recontact_at = time.monotonic() + RECONTACT_SECONDS
             self.on(Event.LOST, text=str(error))

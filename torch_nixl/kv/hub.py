@@ -214,6 +214,11 @@ class KVHub:
         handoff = self.find(remote, frames.parse_head(body))
         if handoff is not None and handoff.side.role is Role.DECODE:
             handoff.on_granted(ready, runs)
+        elif handoff is None and runs:
+            # Given up since, or lost: nobody is going to read them.
+            head = frames.parse_head(body)
+            answer = Head(frames.any_peer_of(head.service), head.number, head.lease)
+            self.send_end(remote, frames.DONE, answer, Outcome.UNKNOWN)
 
     def _on_ready(self, remote: Remote, body: bytes) -> None:
         count = frames.parse_count(body)

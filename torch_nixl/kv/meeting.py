@@ -26,6 +26,7 @@ class Meeting:
         waiting: Handoffs that are to be asked for once it has told.
         asked_at: `time.monotonic()` of our MEET.
         ranks: Ranks of the peer's group that have a share in our pages.
+        heads: Which heads this peer has from, or for, this rank, for each group of layers.
     """
 
     remote: Remote
@@ -35,6 +36,7 @@ class Meeting:
     waiting: list[Handoff] = field(default_factory=list)
     asked_at: float = 0.0
     ranks: tuple[int, ...] = ()
+    heads: tuple[range, ...] = ()
 
     @property
     def pool(self) -> Pool:

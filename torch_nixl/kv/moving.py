@@ -38,7 +38,7 @@ class Moves:
             there on: a sliding window wants no more.
         start: Position of the first token.
         stop: Position after the last.
-        heads: Which of the model's heads.
+        heads: Which of the model's heads, for each group.
         by_layer: Whether layers are to be moved apart.
 
     Raises:
@@ -54,7 +54,7 @@ class Moves:
         *,
         start: int,
         stop: int,
-        heads: range,
+        heads: Sequence[range],
         by_layer: bool,
     ) -> None:
         if len(src_runs) != len(src.layouts) or len(dst_runs) != len(dst.layouts):
@@ -73,7 +73,7 @@ class Moves:
                     theirs,
                     start=begin,
                     stop=stop,
-                    heads=heads,
+                    heads=heads[group],
                     by_layer=by_layer,
                 )
             )

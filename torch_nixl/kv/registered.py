@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import torch
 
+from torch_nixl.engine import wire
 from torch_nixl.engine.memory import as_memory, require_writable
 from torch_nixl.errors import MetadataError
 from torch_nixl.kv.cache import KVCache
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from torch_nixl.engine.blob import BlobInfo
     from torch_nixl.engine.connection import Connection
     from torch_nixl.engine.registry import RegisteredMemory
+
+MAX_POOL: Final = wire.MAX_BODY - 64
+"""Most bytes that describe a cache: they have to fit in a frame."""
 
 
 class RegisteredPool:
@@ -62,6 +66,11 @@ class RegisteredPool:
                 connection.metadata(held, connection=False),
             )
             self.packed = pack_pool(self.pool)
+            if len(self.packed) > MAX_POOL:
+                raise ValueError(
+                    f"the description of a cache of {cache.num_layers} layers has "
+                    f"{len(self.packed)} bytes, more than {MAX_POOL}: have fewer, larger tensors"
+                )
         except BaseException:
             for one in held:
                 connection.registry.release(one)

@@ -136,11 +136,18 @@ class Request:
         while not condition():
             going = next((one for one in self.handoffs if not one.done), None)
             if going is None:
-                return progress.wait_until(condition, deadline)
+                changed = self._or_taken(condition)
+                if not progress.wait_until(changed, deadline):
+                    return False
+                continue
             # Whoever waits for a handoff moves its bytes, too.
             if not progress.wait(going, deadline):
                 return condition()
         return True
+
+    def _or_taken(self, condition: Callable[[], bool]) -> Callable[[], bool]:
+        known = len(self.handoffs)
+        return lambda: condition() or len(self.handoffs) > known
 
     def _expire(self) -> None:
         for one in self.handoffs:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
@@ -11,7 +10,6 @@ from torch_nixl.errors import LeaseError, LeaseOutOfRange, MetadataError, Transf
 from torch_nixl.kv import frames
 from torch_nixl.kv.cache import KVCache, PageIds
 from torch_nixl.kv.handoff import Handoff
-from torch_nixl.kv.layout import shares
 from torch_nixl.kv.leases import Lease, LeaseId, LeaseTable
 from torch_nixl.kv.moving import Moves, order_of
 from torch_nixl.kv.plan import Run
@@ -23,6 +21,7 @@ from torch_nixl.kv.ticket import MAX_REQUEST, Ticket
 if TYPE_CHECKING:
     from torch_nixl.engine.connection import Connection
     from torch_nixl.engine.remotes import Remote
+    from torch_nixl.kv.compatibility import Compatibility
     from torch_nixl.kv.meeting import Meeting
     from torch_nixl.p2p.communicator import Communicator
 
@@ -58,7 +57,7 @@ class Offer(Request):
         self.offered_at = time.monotonic()
 
     def layer_ready(self, layer: int) -> None:
-        """Say that the model has computed a layer: it may be moved from now on. Does no I/O.
+        """Say that the model has computed a layer: it may be moved from now on. Posts nothing.
 
         Args:
             layer: The model's number of it. Layers become ready in the order of their numbers,
@@ -86,9 +85,7 @@ class Offer(Request):
         with self._server.hub.lock:
             for handoff in list(self.handoffs):
                 handoff.cancel(outcome, text)
-            for side in self.lease.sides.values():
-                if side.phase is Phase.OFFERED:
-                    side.step(Event.CANCEL, outcome)
+            self._give_up(outcome)
             self.look(text)
 
     # The hub's lock is held.
@@ -99,9 +96,11 @@ class Offer(Request):
         outcome = lease.outcome
         if outcome is not None and not self._done:
             failed = [one.error for one in self.handoffs if one.error is not None]
-            error = failed[0] if failed else error_of(outcome, text or f"{self.request!r}: ended")
+            error = failed[0] if failed else error_of(outcome, f"offer of {self.request!r}: {text}")
             self._server.figures.count_end(outcome)
             self._server.figures.took("total", time.monotonic() - self.offered_at)
+            if outcome is Outcome.COMPLETE:
+                self._server.figures.pages += sum(len(run.pages) for run in self.runs)
             self._end(error)
         if lease.released and not self._released:
             self._server.leave(self)
@@ -115,8 +114,22 @@ class Offer(Request):
         self.look()
 
     def on_release(self, handoff: Handoff) -> None:
-        self._server.figures.pages += sum(len(run.pages) for run in self.runs)
         self.look()
+
+    def on_closed(self, error: BaseException) -> None:
+        """The connection is gone. Handoffs have been told, or are being told."""
+        if self._end(error):
+            self._server.figures.count_end(Outcome.CLOSED)
+        self._give_up(Outcome.CLOSED)
+        self.look()
+
+    def _give_up(self, outcome: Outcome) -> None:
+        for side in self.lease.sides.values():
+            if side.phase is Phase.OFFERED:
+                side.step(Event.CANCEL, outcome)
+
+    def _expire(self) -> None:
+        self.withdraw(Outcome.TIMED_OUT, "timed out before decode had the pages")
 
 
 class KVCacheServer(Service):
@@ -238,30 +251,35 @@ class KVCacheServer(Service):
         for lease in self._leases.expire(now):
             offer = self._offers.get(lease.name)
             if offer is not None:
-                offer.look(f"the lease of {lease.request!r} lapsed before it was taken")
+                offer.look("its lease lapsed before it was taken")
 
     def on_abort(self, error: BaseException) -> None:
         super().on_abort(error)
         with self.hub.lock:
             for offer in list(self._offers.values()):
-                offer.withdraw(Outcome.CLOSED, str(error))
+                offer.on_closed(error)
 
     # What peers say.
 
     def on_meet(self, remote: Remote, service: int, body: bytes, at: int) -> None:
-        """A client tells of its cache; answer with ours, or why nothing can move.
-
-        Raises:
-            MetadataError: What it tells is not acceptable.
-        """
+        """A client tells of its cache; answer with ours, or why nothing can move."""
         meeting = self._meet(remote, service)
-        self._know(meeting, body, at)
+        try:
+            self._know(meeting, body, at)
+        except MetadataError as error:
+            meeting.refused = Outcome.INCOMPATIBLE, str(error)
         if meeting.refused is None:
             answer = frames.pack_meet(service, self.number, self.registered.packed)
             self.connection.contacts.send_body(remote, frames.WELCOME, answer)
         else:
             head = frames.Head(service, 0, LeaseId(self.number, 0))
             self.hub.send_end(remote, frames.REJECT, head, *meeting.refused)
+
+    def _share(self, meeting: Meeting, theirs: Compatibility) -> None:
+        ours = self.cache.compatibility
+        meeting.ranks = ours.takers(theirs)
+        nothing = tuple(range(0) for _ in ours.geometries)
+        meeting.heads = theirs.shares(ours.tp_size).get(ours.tp_rank, nothing)
 
     def on_take(self, remote: Remote, take: frames.Take) -> None:
         """Decode asks for pages.
@@ -293,8 +311,7 @@ class KVCacheServer(Service):
         offer = self._offers[lease.name]
         theirs = meeting.pool.compatibility
         lease.find(theirs.tp_rank, theirs.tp_size, meeting.ranks)
-        heads = self._heads_of(meeting)
-        moves = self._plan(offer, meeting, take, heads)
+        moves = self._plan(offer, meeting, take)
         side = lease.enter(theirs.tp_rank, theirs.tp_size, meeting.ranks)
         handoff = Handoff(
             self,
@@ -304,10 +321,11 @@ class KVCacheServer(Service):
             remote,
             take.head.number,
             lease.name,
-            name=f"handoff of {lease.request!r}",
+            name="kv offer",
+            label=lease.request,
             start=take.start,
             stop=take.stop,
-            heads=heads,
+            heads=meeting.heads,
             deadline=None if self.timeout is None else now + self.timeout,
         )
         offer.handoffs.append(handoff)
@@ -315,17 +333,7 @@ class KVCacheServer(Service):
         self.figures.took("grant", now - offer.offered_at)
         handoff.on_taken(Event.TAKE_PULL if take.mode is Mode.PULL else Event.TAKE_PUSH, moves)
 
-    def _heads_of(self, meeting: Meeting) -> range:
-        """Which heads a peer is to have from this rank."""
-        ours = self.cache.compatibility
-        for share in shares(meeting.pool.layouts[0].geometry, ours.tp_size):
-            if share.rank == ours.tp_rank:
-                return share.heads
-        raise LeaseOutOfRange("the caches have no heads in common")
-
-    def _plan(
-        self, offer: Offer, meeting: Meeting, take: frames.Take, heads: range
-    ) -> Moves | None:
+    def _plan(self, offer: Offer, meeting: Meeting, take: frames.Take) -> Moves | None:
         """Plan to write to decode's pages; for PULL only see that ours begin early enough."""
         try:
             if take.mode is Mode.PULL:
@@ -339,7 +347,7 @@ class KVCacheServer(Service):
                 take.runs,
                 start=take.start,
                 stop=take.stop,
-                heads=heads,
+                heads=meeting.heads,
                 by_layer=offer.num_ready < self.cache.num_layers,
             )
         except ValueError as error:
@@ -350,11 +358,8 @@ class KVCacheServer(Service):
         self.figures.heartbeats += 1
         now = time.monotonic()
         self._expire(now)
-        until = math.inf if seconds == 0 else now + min(seconds, frames.MAX_BEAT_SECONDS)
         try:
-            if self._leases.find(head.lease).expires_at != math.inf and until == math.inf:
-                until = now + frames.MAX_BEAT_SECONDS
-            self._leases.renew(head.lease, until)
+            self._leases.renew(head.lease, now + min(seconds, frames.MAX_BEAT_SECONDS))
         except (LeaseError, TransferCancelled) as error:
             answer = frames.Head(frames.any_peer_of(self.number), head.number, head.lease)
             self.hub.send_end(remote, frames.REJECT, answer, outcome_of(error), str(error))

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Final, TypeVar
 from torch_nixl.engine.operation import Operation, deadline_after
 from torch_nixl.errors import ClosedError, MetadataError
 from torch_nixl.kv.hub import connection_of, hub_of
-from torch_nixl.kv.layout import shares, takers
 from torch_nixl.kv.meeting import Meeting
-from torch_nixl.kv.pools import Pool, parse_pool
+from torch_nixl.kv.pools import parse_pool
 from torch_nixl.kv.protocol import Outcome
 from torch_nixl.kv.registered import check_regions
 from torch_nixl.kv.request import Ended, Request
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
     from torch_nixl.engine.connection import Connection
     from torch_nixl.engine.remotes import Remote
     from torch_nixl.kv.cache import KVCache
+    from torch_nixl.kv.compatibility import Compatibility
     from torch_nixl.kv.handoff import Handoff
     from torch_nixl.p2p.communicator import Communicator
 
@@ -202,27 +202,28 @@ class Service:
         adapter = self.connection.adapter
         infos = tuple(adapter.inspect(blob) for blob in pool.blobs)
         check_regions(pool, infos, meeting.remote.name)
-        meeting.known = pool, infos
         why = self.cache.compatibility.difference(pool.compatibility)
         if not why:
             try:
-                meeting.ranks = takers(self.cache.layouts[0].geometry, pool.layouts[0].geometry)
-                self._shares(pool)
+                self._share(meeting, pool.compatibility)
             except ValueError as error:
                 why = str(error)
+        meeting.known = pool, infos
         meeting.refused = (Outcome.INCOMPATIBLE, why) if why else None
 
-    def _shares(self, pool: Pool) -> None:
-        ours, theirs = self.cache.layouts[0].geometry, pool.layouts[0].geometry
-        shares(ours, theirs.tp_size)
-        shares(theirs, ours.tp_size)
+    def _share(self, meeting: Meeting, theirs: Compatibility) -> None:
+        """Find out which heads go between two ranks.
+
+        Raises:
+            ValueError: The sizes of the two groups don't fit their heads.
+        """
+        raise NotImplementedError
 
 
 class Link(Operation):
-    """A service in the connection's tables: learns when that ends. Moves nothing, never times out.
+    """A service in the connection's tables: learns when that ends.
 
-    Attributes:
-        brisk_until: `time.monotonic()` until which peers are expected to come at any moment.
+    It moves nothing and never times out.
     """
 
     __slots__ = ("_service",)
