@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -141,8 +142,11 @@ class Request:
                     return False
                 continue
             # Whoever waits for a handoff moves its bytes, too.
-            if not progress.wait(going, deadline):
-                return condition()
+            ends = [one for one in (deadline, going.deadline) if one is not None]
+            if not progress.wait(going, min(ends, default=None)):
+                if deadline is not None and time.monotonic() >= deadline:
+                    return condition()
+                going.expire()
         return True
 
     def _or_taken(self, condition: Callable[[], bool]) -> Callable[[], bool]:
