@@ -416,7 +416,7 @@ class Handoff(Operation):
                 if side.mover:
                     figures.took("move", now - self._granted_at)
                 self.num_moved = self.num_layers
-                figures.paths[self._connection.path(self.meeting.remote)] += 1
+                figures.paths[self.meeting.path_by(self._connection)] += 1
             self._finish(self._error_of(side.outcome))
             self.request.on_end(self)
         if side.released and not self._released:

@@ -10,6 +10,7 @@ from torch_nixl.kv.protocol import Outcome
 
 if TYPE_CHECKING:
     from torch_nixl.engine.blob import BlobInfo
+    from torch_nixl.engine.connection import Connection
     from torch_nixl.engine.remotes import Remote
     from torch_nixl.kv.handoff import Handoff
 
@@ -37,6 +38,13 @@ class Meeting:
     asked_at: float = 0.0
     ranks: tuple[int, ...] = ()
     heads: tuple[range, ...] = ()
+    _path: str = ""
+
+    def path_by(self, connection: Connection) -> str:
+        """Which way bytes take to it: looked at once, since that costs system calls."""
+        if self._path in ("", "unknown"):
+            self._path = connection.path(self.remote)
+        return self._path
 
     @property
     def pool(self) -> Pool:
