@@ -260,9 +260,8 @@ class Decode:
 
     def planning(self) -> None:
         """100,000 scattered pages: plan and spans."""
-        tensor = torch.empty(0, dtype=torch.bfloat16).set_(
-            self.buffer.untyped_storage(), 0, (1, 2, 131072, 1, 1, 512)
-        )
+        values = self.buffer.view(torch.bfloat16)[: 2 * 131072 * 512]
+        tensor = values.view(1, 2, 131072, 1, 1, 512)
         layout, _ = describe([tensor], "LKPTHD")
         rng = np.random.default_rng(4)
         src, dst = (Run(rng.permutation(131072)[:100_000].astype(np.int64)) for _ in range(2))

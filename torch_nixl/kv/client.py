@@ -275,6 +275,32 @@ class KVCacheClient(Service):
             heartbeat.on_tick(time.monotonic())
             return heartbeat
 
+    def decline(self, tickets: Tickets) -> None:
+        """Say that nobody is going to come: prefill has its pages back at once.
+
+        Raises:
+            MetadataError, PeerLostError, ClosedError: As for `keep`.
+        """
+        for text in as_sequence(tickets):
+            ticket = Ticket.unpack(text, key=self.connection.metadata_key)
+            remote = self.connection.contact(ticket.server, ticket.connection_blob)
+            with self.hub.lock:
+                self._check_open()
+                self._stop_keeping(ticket)
+                head = Head(ticket.service, next(self.hub.numbers), ticket.lease)
+                body = frames.pack_count(head, 0)
+                self.connection.contacts.send_body(remote, frames.BEAT, body)
+
+    def _stop_keeping(self, ticket: Ticket) -> None:
+        for heartbeat in list(self.hub.heartbeats.values()):
+            kept = heartbeat.ticket
+            if (kept.server, kept.service, kept.lease) == (
+                ticket.server,
+                ticket.service,
+                ticket.lease,
+            ):
+                heartbeat.stop()
+
     def _fetch(
         self,
         mode: Mode,
@@ -346,14 +372,7 @@ class KVCacheClient(Service):
     def _handoff(
         self, fetch: Fetch, one: _Wanted, start: int, stop: int, deadline: float | None
     ) -> Handoff:
-        for heartbeat in list(self.hub.heartbeats.values()):
-            kept = heartbeat.ticket
-            if (kept.server, kept.service, kept.lease) == (
-                one.ticket.server,
-                one.ticket.service,
-                one.ticket.lease,
-            ):
-                heartbeat.stop()
+        self._stop_keeping(one.ticket)
         return Handoff(
             self,
             fetch,

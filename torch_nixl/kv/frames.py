@@ -10,7 +10,8 @@ own: the receiver's service, decode's number for the request, and prefill's leas
     READY             head, layers that are ready u32
     REJECT            head, outcome u8, text
     CANCEL, DONE      as REJECT
-    BEAT              head, milliseconds u32 that the lease is to last from now on
+    BEAT              head, milliseconds u32 that the lease is to last from now on; 0: nobody is
+                      going to come for it
 
     head              service u32, number u64, slot u32, generation u32. Services of prefill have
                       even numbers, decode's odd ones; 0 and 1 stand for any of them

@@ -354,11 +354,16 @@ class KVCacheServer(Service):
             raise LeaseOutOfRange(str(error)) from None
 
     def on_beat(self, remote: Remote, head: frames.Head, seconds: float) -> None:
-        """Decode is still going to come."""
+        """Decode is still going to come; or, with 0 seconds, it never will."""
         self.figures.heartbeats += 1
         now = time.monotonic()
         self._expire(now)
         try:
+            if seconds == 0:
+                lease = self._leases.find(head.lease)
+                if not lease.group_size:
+                    self._offers[lease.name].withdraw(Outcome.CANCELLED, "declined by decode")
+                return
             self._leases.renew(head.lease, now + min(seconds, frames.MAX_BEAT_SECONDS))
         except (LeaseError, TransferCancelled) as error:
             answer = frames.Head(frames.any_peer_of(self.number), head.number, head.lease)
