@@ -96,6 +96,7 @@ lint: $(VENV)/.stamp-dev
 	$(PY) -m mypy
 	$(PY) -m mypy benchmarks/collectives.py
 	$(PY) -m mypy benchmarks/connect.py
+	$(PY) -m mypy benchmarks/kv.py
 	$(PY) -m mypy benchmarks/p2p.py
 
 format: $(VENV)/.stamp-dev

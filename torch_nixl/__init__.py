@@ -45,6 +45,9 @@ if TYPE_CHECKING:
         TransferError,
         TransferTimeout,
     )
+    from torch_nixl.kv.cache import CacheGroup, KVCache
+    from torch_nixl.kv.client import KVCacheClient
+    from torch_nixl.kv.server import KVCacheServer
     from torch_nixl.p2p.channel import Channel
     from torch_nixl.p2p.communicator import Communicator
     from torch_nixl.p2p.functions import (
@@ -74,11 +77,15 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BackendError",
+    "CacheGroup",
     "Channel",
     "ClosedError",
     "CollectiveWork",
     "Communicator",
     "IncompatibleError",
+    "KVCache",
+    "KVCacheClient",
+    "KVCacheServer",
     "LeaseConsumed",
     "LeaseError",
     "LeaseExpired",
@@ -132,11 +139,15 @@ __all__ = [
 # Where each public name lives. `TYPE_CHECKING` above says the same to type checkers.
 _HOMES = {
     "BackendError": "torch_nixl.errors",
+    "CacheGroup": "torch_nixl.kv.cache",
     "Channel": "torch_nixl.p2p.channel",
     "ClosedError": "torch_nixl.errors",
     "CollectiveWork": "torch_nixl.collectives.work",
     "Communicator": "torch_nixl.p2p.communicator",
     "IncompatibleError": "torch_nixl.errors",
+    "KVCache": "torch_nixl.kv.cache",
+    "KVCacheClient": "torch_nixl.kv.client",
+    "KVCacheServer": "torch_nixl.kv.server",
     "LeaseConsumed": "torch_nixl.errors",
     "LeaseError": "torch_nixl.errors",
     "LeaseExpired": "torch_nixl.errors",

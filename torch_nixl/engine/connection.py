@@ -109,6 +109,7 @@ class Connection:
         self._deferred_entries = self.deferred.entries  # looked at in every poll
         self._dispatcher = Dispatcher(self)
         self._claim_numbers = itertools.count(1)
+        self._tickers: list[Callable[[float], None]] = []
         self._reachable = False
         self.closing = False
         self._closed: str = ""
@@ -381,6 +382,10 @@ class Connection:
         """Have frames of a protocol above handled: in the driver, in order of arrival."""
         self._dispatcher.route(kind, handler)
 
+    def on_tick(self, callback: Callable[[float], None]) -> None:
+        """Have a protocol above look at its deadlines, too: called by the driver, with the time."""
+        self._tickers.append(callback)
+
     # Driven by progress.
 
     def poll(self) -> bool:
@@ -412,6 +417,8 @@ class Connection:
                 exposed.check_quarantine()
         self.contacts.look_after(now, waited_for)
         self.registry.collect()
+        for callback in self._tickers:
+            callback(now)
 
     def is_moving(self) -> bool:
         """Whether bytes are meant to be moving, to or from this process."""

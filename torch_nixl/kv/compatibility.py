@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from torch_nixl import __version__
-from torch_nixl.kv.layout import Geometry
+from torch_nixl.kv.layout import Geometry, shares, takers
 
 MAX_NAME: Final = 255
 """Most bytes of the name of a model, of a version, or of a packing, as UTF-8."""
@@ -85,6 +85,29 @@ class Compatibility:
                     f"{_short(other.layers[index])} there{where}"
                 )
         return ""
+
+    def shares(self, other_size: int) -> dict[int, tuple[range, ...]]:
+        """From which ranks of the other side this one has its heads: for each group of layers.
+
+        Raises:
+            ValueError: That size does not fit a group's number of heads.
+        """
+        nothing = tuple(range(0) for _ in self.geometries)
+        found: dict[int, tuple[range, ...]] = {}
+        for group, geometry in enumerate(self.geometries):
+            for share in shares(geometry, other_size):
+                heads = found.get(share.rank, nothing)
+                found[share.rank] = (*heads[:group], share.heads, *heads[group + 1 :])
+        return found
+
+    def takers(self, other: Compatibility) -> tuple[int, ...]:
+        """Which ranks of the other side have heads from this one.
+
+        Raises:
+            ValueError: Our group's size does not fit the other's number of heads.
+        """
+        pairs = zip(self.geometries, other.geometries, strict=True)
+        return tuple(sorted(set().union(*(takers(ours, theirs) for ours, theirs in pairs))))
 
     @property
     def digest(self) -> str:

@@ -10,9 +10,11 @@ own: the receiver's service, decode's number for the request, and prefill's leas
     READY             head, layers that are ready u32
     REJECT            head, outcome u8, text
     CANCEL, DONE      as REJECT
-    BEAT              head, milliseconds u32 that the lease is to last from now on
+    BEAT              head, milliseconds u32 that the lease is to last from now on; 0: nobody is
+                      going to come for it
 
-    head              service u32, number u64, slot u32, generation u32
+    head              service u32, number u64, slot u32, generation u32. Services of prefill have
+                      even numbers, decode's odd ones; 0 and 1 stand for any of them
     runs              number u8, for each: first position u64, number of pages u32; then all
                       page ids u32. No runs where the sender's pages aren't to be touched.
 """
@@ -30,7 +32,7 @@ from torch_nixl.errors import MetadataError
 from torch_nixl.kv.compatibility import MAX_GROUPS
 from torch_nixl.kv.leases import LeaseId
 from torch_nixl.kv.plan import Run
-from torch_nixl.kv.protocol import OUTCOMES, Mode, Outcome
+from torch_nixl.kv.protocol import OUTCOMES, Mode, Outcome, Role
 
 MEET: Final = 64
 WELCOME: Final = 65
@@ -53,6 +55,7 @@ MAX_POSITION: Final = 1 << 40
 
 MAX_BEAT_SECONDS: Final = 3600.0
 
+_MEET: Final = struct.Struct("<II")
 _HEAD: Final = struct.Struct("<IQII")
 _TAKE: Final = struct.Struct("<IBQQ")
 _COUNT: Final = struct.Struct("<I")
@@ -67,7 +70,7 @@ class Head:
     Attributes:
         service: The receiver's number for the cache that it is about.
         number: Decode's for the request, unique in its process; 0 in a REJECT of a MEET.
-        lease: Prefill's.
+        lease: Prefill's. In a REJECT of a MEET its slot is the service that was to be met.
     """
 
     service: int
@@ -97,6 +100,33 @@ class Take:
     start: int
     stop: int
     runs: tuple[Run, ...]
+
+
+def role_of(service: int) -> Role:
+    """Which side a service is on."""
+    return Role.DECODE if service % 2 else Role.PREFILL
+
+
+def any_peer_of(service: int) -> int:
+    """What stands for any service on the other side."""
+    return 0 if service % 2 else 1
+
+
+def pack_meet(receiver: int, sender: int, pool: bytes) -> bytes:
+    """A body of MEET or WELCOME: the services of both sides, and what `pools.pack_pool` made."""
+    return _MEET.pack(receiver, sender) + pool
+
+
+def parse_meet(body: bytes) -> tuple[int, int, int]:
+    """Return the services of receiver and sender, and where the pool begins.
+
+    Raises:
+        MetadataError: It is cut.
+    """
+    if len(body) < _MEET.size:
+        raise MetadataError("frame is cut")
+    receiver, sender = _MEET.unpack_from(body)
+    return receiver, sender, _MEET.size
 
 
 def parse_head(body: bytes) -> Head:

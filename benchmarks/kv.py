@@ -1,0 +1,323 @@
+"""Handoff of paged KV caches against bare NIXL on the same pages, in one run.
+
+    python benchmarks/kv.py [--json FILE]
+
+Two processes on one host. Rank 0 offers pages and does nothing else; rank 1 pulls them and waits.
+The rivals, polled by the thread that waits: NIXL's READ of one piece, and of rows of descriptor
+lists that it looked up beforehand, chosen by index; both know beforehand what is to be read, ask
+nobody and tell nobody.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from engine import RawAgent
+from pair import Row, Side, arguments, interleave, median, percentile, report, run_pair
+
+from torch_nixl.engine.connection import Connection
+from torch_nixl.kv.cache import KVCache
+from torch_nixl.kv.client import KVCacheClient
+from torch_nixl.kv.layout import describe
+from torch_nixl.kv.plan import Run, make_plan
+from torch_nixl.kv.server import KVCacheServer, Offer
+
+BUFFER = 512 << 20
+HUGE = 256 << 20
+TOKENS = 16
+ROUNDS = 15
+LAYERS, KV_HEADS, HEAD_DIM = 30, 3, 64
+"""SmolLM2-135M's."""
+
+SIZES = ((4 << 10, 4096), (16 << 10, 2048), (64 << 10, 1024), (256 << 10, 512))
+"""Bytes of a page, and how many are moved."""
+
+PROMPT = 128
+IDLE_SECONDS = 3.0
+
+
+class RawPages(RawAgent):
+    """Bare NIXL with descriptor lists of pages that both sides looked up beforehand."""
+
+    def look_up(self, places: npt.NDArray[np.uint64]) -> tuple[Any, Any]:
+        """Look up offsets and sizes, ``[n, 2]``, in both sides' buffers."""
+        lists = []
+        for name, address in (
+            (self.nixl.NIXL_INIT_AGENT, self.address),
+            (self.peer, self.peer_address),
+        ):
+            rows = np.zeros((len(places), 3), np.uint64)
+            rows[:, 0] = places[:, 0] + np.uint64(address)
+            rows[:, 1] = places[:, 1]
+            descriptors = self.nixl.nixlXferDList(self.nixl.DRAM_SEG, rows)
+            lists.append(self.agent.prepXferDlist(name, descriptors, []))
+        return lists[0], lists[1]
+
+    def read_rows(self, lists: tuple[Any, Any], ours: Any, theirs: Any) -> None:
+        handle = self.agent.makeXferReq(
+            self.nixl.NIXL_READ, lists[0], ours, lists[1], theirs, b"", [], False
+        )
+        self.run(handle, b"")
+        self.agent.releaseXferReq(handle)
+
+
+def caches(buffer: torch.Tensor, page_nbytes: int) -> KVCache:
+    """A latent cache of one layer whose pages are one piece each."""
+    dim = page_nbytes // TOKENS // 2
+    pages = buffer.view(torch.bfloat16).view(-1, TOKENS, dim)
+    return KVCache([pages], "PTD", model="bench")
+
+
+def smollm(buffer: torch.Tensor) -> KVCache:
+    """SmolLM2's cache: 30 layers, in one storage, keys before values."""
+    layer = 2 * TOKENS * KV_HEADS * HEAD_DIM
+    num_pages = BUFFER // 2 // (LAYERS * layer)
+    whole = buffer.view(torch.bfloat16)[: num_pages * LAYERS * layer]
+    shaped = whole.view(LAYERS, 2, num_pages, TOKENS, KV_HEADS, HEAD_DIM)
+    return KVCache([shaped], "LKPTHD", model="smollm2")
+
+
+class Prefill:
+    """Rank 0: offers what it is asked for, over the pipe, until it is told to end."""
+
+    def __init__(self, side: Side, connection: Connection, buffer: torch.Tensor) -> None:
+        self.side = side
+        self.connection = connection
+        self.buffer = buffer
+        self.servers: dict[object, KVCacheServer] = {}
+        self.offers: list[Offer] = []
+
+    def serve(self) -> None:
+        while (asked := self.side.pipe.recv()) is not None:
+            what, pages, num_tokens = asked
+            if what == "idle":
+                self.side.pipe.send(self.idle())
+                continue
+            server = self.servers.get(what)
+            if server is None:
+                cache = smollm(self.buffer) if what == "smollm" else caches(self.buffer, what)
+                server = self.servers[what] = KVCacheServer(self.connection, cache, lease=600.0)
+            offer = server.offer("bench", pages, num_tokens)
+            self.offers = [one for one in self.offers if not one.released] + [offer]
+            self.side.pipe.send(offer.ticket)
+
+    def idle(self) -> float:
+        """Share of a core that this process uses while pages are on offer and nobody comes."""
+        time.sleep(0.5)
+        before = resource.getrusage(resource.RUSAGE_SELF)
+        time.sleep(IDLE_SECONDS)
+        after = resource.getrusage(resource.RUSAGE_SELF)
+        used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+        return 100 * used / IDLE_SECONDS
+
+
+class Decode:
+    """Rank 1: pulls and measures."""
+
+    def __init__(
+        self, side: Side, connection: Connection, buffer: torch.Tensor, raw: RawPages
+    ) -> None:
+        self.side, self.connection, self.buffer, self.raw = side, connection, buffer, raw
+
+    def ask(self, what: object, pages: Sequence[int] = (), num_tokens: int = 0) -> Any:
+        self.side.pipe.send((what, list(pages), num_tokens))
+        return self.side.pipe.recv()
+
+    def pull(
+        self, client: KVCacheClient, what: object, src: Sequence[int], dst: Any, num_tokens: int
+    ) -> float:
+        ticket = self.ask(what, src, num_tokens)
+        started = time.perf_counter()
+        fetch = client.pull(ticket, dst)
+        fetch.wait()
+        return time.perf_counter() - started
+
+    def pages(self, page_nbytes: int, count: int) -> None:
+        """Pages in order and scattered, against one piece and against prepared lists."""
+        rng = np.random.default_rng(1)
+        client = KVCacheClient(self.connection, caches(self.buffer, page_nbytes))
+        num_pages = BUFFER // page_nbytes
+        places = np.empty((num_pages, 2), np.uint64)
+        places[:, 0] = np.arange(num_pages) * page_nbytes
+        places[:, 1] = page_nbytes
+        lists = self.raw.look_up(places)
+        src, dst = (rng.permutation(num_pages)[:count] for _ in range(2))
+        line = np.arange(count)
+        ours32, theirs32 = dst.astype(np.int32), src.astype(np.int32)
+        tokens = count * TOKENS
+        figures = interleave(
+            {
+                "ours": lambda: self.pull(client, page_nbytes, src.tolist(), dst, tokens),
+                "raw": lambda: timed(lambda: self.raw.read_rows(lists, ours32, theirs32)),
+                "line": lambda: self.pull(client, page_nbytes, line.tolist(), line, tokens),
+                "piece": lambda: timed(lambda: self.raw.move(False, count * page_nbytes)),
+            },
+            ROUNDS,
+        )
+        middle = {name: median(seconds[2:]) * 1e3 for name, seconds in figures.items()}
+        name = f"{count} pages of {page_nbytes >> 10} KiB"
+        self.side.rows += [
+            Row(
+                f"{name}, scattered",
+                middle["ours"],
+                "ms",
+                1.0,
+                middle["raw"],
+                note="raw NIXL, prepared lists",
+            ),
+            Row(
+                f"{name}, consecutive",
+                middle["line"],
+                "ms",
+                1.2,
+                middle["piece"],
+                note="raw NIXL, one piece",
+            ),
+        ]
+        client.close()
+
+    def prompt(self) -> None:
+        """128 tokens of SmolLM2: 2.95 MB."""
+        client = KVCacheClient(self.connection, smollm(self.buffer))
+        layout = client.cache.layouts[0]
+        nbytes = 2 * TOKENS * KV_HEADS * HEAD_DIM
+        places = np.empty((LAYERS * 2 * layout.num_pages, 2), np.uint64)
+        places[:, 0] = np.arange(len(places)) * nbytes
+        places[:, 1] = nbytes
+        lists = self.raw.look_up(places)
+        rng = np.random.default_rng(2)
+        src = rng.permutation(layout.num_pages)[: PROMPT // TOKENS]
+        dst = rng.permutation(layout.num_pages)[: PROMPT // TOKENS]
+        tables = np.arange(LAYERS * 2)[:, None] * layout.num_pages
+        ours32, theirs32 = ((tables + ids).reshape(-1).astype(np.int32) for ids in (dst, src))
+        figures = interleave(
+            {
+                "ours": lambda: self.pull(client, "smollm", src.tolist(), dst, PROMPT),
+                "raw": lambda: timed(lambda: self.raw.read_rows(lists, ours32, theirs32)),
+            },
+            60,
+        )
+        ours, bare = (median(figures[name][5:]) * 1e3 for name in ("ours", "raw"))
+        self.side.rows += [
+            Row(
+                "128 tokens of SmolLM2 (2.95 MB, 480 spans)",
+                ours,
+                "ms",
+                1.3 + 1 / bare,
+                bare,
+                note="raw NIXL, prepared lists; 1.3 and 1 ms",
+            ),
+            Row("the same, p99 of 55", percentile(figures["ours"][5:], 0.99) * 1e3, "ms", 50),
+        ]
+        client.close()
+
+    def first_contact(self) -> None:
+        """A client that has never met the server, on a connection that has not either."""
+        seconds = []
+        for _ in range(7):
+            connection = Connection.open("new")
+            client = KVCacheClient(connection, smollm(self.buffer))
+            seconds.append(self.pull(client, "smollm", [1], [1], TOKENS))
+            client.close()
+            connection.close()
+        self.side.rows.append(
+            Row("first contact: ticket to the first page", median(seconds) * 1e3, "ms", 50)
+        )
+
+    def polls(self) -> None:
+        """A serving loop's polls while 256 MiB of pages move."""
+        page_nbytes = 64 << 10
+        client = KVCacheClient(self.connection, caches(self.buffer, page_nbytes))
+        rng = np.random.default_rng(3)
+        count = HUGE // page_nbytes
+        src, dst = (rng.permutation(BUFFER // page_nbytes)[:count] for _ in range(2))
+        seconds: list[float] = []
+        while len(seconds) < 1000:
+            ticket = self.ask(page_nbytes, src.tolist(), count * TOKENS)
+            fetch = client.pull(ticket, dst)
+            while not fetch.done:
+                started = time.perf_counter()
+                client.poll()
+                seconds.append(time.perf_counter() - started)
+                time.sleep(0.0002)
+            fetch.wait()
+        self.side.rows.append(
+            Row(
+                "p99 of 1,000 polls while 256 MiB of pages move",
+                percentile(seconds[:1000], 0.99) * 1e3,
+                "ms",
+                2.0,
+            )
+        )
+        client.close()
+
+    def planning(self) -> None:
+        """100,000 scattered pages: plan and spans."""
+        values = self.buffer.view(torch.bfloat16)[: 2 * 131072 * 512]
+        tensor = values.view(1, 2, 131072, 1, 1, 512)
+        layout, _ = describe([tensor], "LKPTHD")
+        rng = np.random.default_rng(4)
+        src, dst = (Run(rng.permutation(131072)[:100_000].astype(np.int64)) for _ in range(2))
+        regions = np.zeros((1, 2), np.uint64)
+        best = []
+        for _ in range(9):
+            started = time.perf_counter()
+            plan = make_plan(layout, src, layout, dst, start=0, stop=100_000)
+            best.append(time.perf_counter() - started)
+            assert plan.num_spans == 200_000
+            for _ in plan.pieces(regions, regions, max_bytes=8 << 20, max_spans=512):
+                pass
+        self.side.rows.append(Row("100,000 pages planned", median(best) * 1e3, "ms", 50))
+
+    def idle(self) -> None:
+        """The other side's share of a core while it holds 100 offers."""
+        for page in range(100):
+            self.ask(4 << 10, [page], TOKENS)
+        self.side.rows.append(
+            Row("server, idle, 100 requests' pages held", self.ask("idle"), "% of a core", 2.0)
+        )
+
+
+def timed(run: Any) -> float:
+    started = time.perf_counter()
+    run()
+    return time.perf_counter() - started
+
+
+def body(side: Side) -> None:
+    os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
+    buffer = torch.zeros(BUFFER, dtype=torch.uint8)
+    raw = RawPages(f"raw{side.rank}", buffer)
+    raw.meet(side)
+    connection = Connection.open(f"ours{side.rank}")
+    # First contact of the raw agents takes both.
+    if side.rank == 0:
+        side.wait_while(lambda: raw.agent.getNotifs({}, []))
+    else:
+        raw.move(False, 4096)
+        side.pipe.send(None)
+    if side.rank == 0:
+        Prefill(side, connection, buffer).serve()
+    else:
+        decode = Decode(side, connection, buffer, raw)
+        for page_nbytes, count in SIZES:
+            decode.pages(page_nbytes, count)
+        decode.prompt()
+        decode.first_contact()
+        decode.polls()
+        decode.planning()
+        decode.idle()
+        side.pipe.send(None)
+    connection.close()
+
+
+if __name__ == "__main__":
+    options = arguments(__doc__ or "")
+    report("KV handoff against raw NIXL", run_pair(body, 300), options.json)

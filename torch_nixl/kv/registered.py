@@ -1,0 +1,193 @@
+"""A cache registered with a connection: memory, its description, and which pages are held."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+import torch
+
+from torch_nixl.engine import wire
+from torch_nixl.engine.memory import as_memory, require_writable
+from torch_nixl.errors import MetadataError
+from torch_nixl.kv.cache import KVCache
+from torch_nixl.kv.layout import Layout
+from torch_nixl.kv.leases import PageLedger
+from torch_nixl.kv.plan import Run
+from torch_nixl.kv.pools import Pool, pack_pool
+
+if TYPE_CHECKING:
+    from torch_nixl.engine.blob import BlobInfo
+    from torch_nixl.engine.connection import Connection
+    from torch_nixl.engine.registry import RegisteredMemory
+
+MAX_POOL: Final = wire.MAX_BODY - 64
+"""Most bytes that describe a cache: they have to fit in a frame."""
+
+
+class RegisteredPool:
+    """The pages of one cache on one connection, for all services that hand them over.
+
+    Attributes:
+        cache: Whose.
+        pool: What other sides are told.
+        packed: The same as bytes.
+        num_users: Services and requests that need it registered.
+        held: The registrations.
+    """
+
+    def __init__(self, connection: Connection, cache: KVCache) -> None:
+        self._connection = connection
+        self.cache = cache
+        self.num_users = 0
+        self.held: tuple[RegisteredMemory, ...] = ()
+        self._ledgers = _ledgers(cache)
+        flat = [[_whole(owner) for owner in owners] for owners in cache.owners]
+        held: list[RegisteredMemory] = []
+        try:
+            regions = []
+            for owners in flat:
+                rows = np.empty((len(owners), 2), np.uint64)
+                for index, owner in enumerate(owners):
+                    memory = as_memory(owner, name="tensors")
+                    require_writable(memory, "tensors")
+                    held += [connection.register(memory)]
+                    rows[index] = memory.base, held[-1].device_id
+                regions.append(rows)
+            kinds = {one.memory.kind for one in held}
+            if len(kinds) != 1:
+                raise ValueError("the groups of a cache have to lie in one kind of memory")
+            self.pool = Pool(
+                cache.compatibility,
+                cache.layouts,
+                tuple(regions),
+                kinds.pop(),
+                connection.metadata(held, connection=False),
+            )
+            self.packed = pack_pool(self.pool)
+            if len(self.packed) > MAX_POOL:
+                raise ValueError(
+                    f"the description of a cache of {cache.num_layers} layers has "
+                    f"{len(self.packed)} bytes, more than {MAX_POOL}: have fewer, larger tensors"
+                )
+        except BaseException:
+            for one in held:
+                connection.registry.release(one)
+            raise
+        self.held = tuple(held)
+
+    def enter(self) -> None:
+        """Count one more user."""
+        self.num_users += 1
+
+    def leave(self) -> bool:
+        """Count one less; return whether it was the last, and the memory is registered no more."""
+        self.num_users -= 1
+        if self.num_users:
+            return False
+        held, self.held = self.held, ()
+        for one in held:
+            self._connection.registry.release(one)
+        return True
+
+    @property
+    def num_held(self) -> int:
+        """How many pages requests hold."""
+        return sum(ledger.num_held for ledger, _ in self._ledgers)
+
+    def hold(self, runs: Sequence[Run], *, exclusive: bool) -> None:
+        """Hold the pages of a request. See `PageLedger.hold`."""
+        done = []
+        try:
+            for ledger, groups in self._ledgers:
+                pages = np.concatenate([runs[group].pages for group in groups])
+                ledger.hold(pages, exclusive=exclusive)
+                done.append((ledger, pages))
+        except ValueError:
+            for ledger, pages in done:
+                ledger.release(pages)
+            raise
+
+    def release(self, runs: Sequence[Run]) -> None:
+        """Give up one hold of each page."""
+        for ledger, groups in self._ledgers:
+            ledger.release(np.concatenate([runs[group].pages for group in groups]))
+
+
+def check_regions(pool: Pool, infos: Sequence[BlobInfo], sender: str) -> None:
+    """Check that a pool lies in what its sender's metadata tells of.
+
+    Raises:
+        MetadataError: It is another agent's, or a region lies in none of it.
+    """
+    told: dict[int, list[tuple[int, int]]] = {}
+    for info in infos:
+        if info.agent != sender:
+            raise MetadataError(f"metadata of {info.agent} from {sender}")
+        for address, nbytes, device_id in info.regions(pool.kind).tolist():
+            told.setdefault(device_id, []).append((address, nbytes))
+    for layout, regions in zip(pool.layouts, pool.regions, strict=True):
+        for (address, device_id), nbytes in zip(
+            regions.tolist(), layout.region_nbytes, strict=True
+        ):
+            if not any(
+                base <= address and address + nbytes <= base + extent
+                for base, extent in told.get(device_id, ())
+            ):
+                raise MetadataError(
+                    f"{sender} has a cache in memory that its metadata tells not of"
+                )
+
+
+def _whole(owner: torch.Tensor) -> torch.Tensor:
+    """All bytes of a tensor's storage."""
+    storage = owner.untyped_storage()
+    return torch.empty(0, dtype=torch.uint8, device=owner.device).set_(storage)
+
+
+def _ledgers(cache: KVCache) -> list[tuple[PageLedger, list[int]]]:
+    """One ledger for each set of groups whose pages are the same memory.
+
+    Raises:
+        ValueError: Groups share memory, but a page of one is not a page of the other.
+    """
+    found: list[tuple[PageLedger, list[int]]] = []
+    for group, layout in enumerate(cache.layouts):
+        for _, groups in found:
+            other = cache.layouts[groups[0]]
+            if any(_share(cache, group, one) for one in groups):
+                if (layout.num_pages, layout.page_stride) != (other.num_pages, other.page_stride):
+                    raise ValueError("groups share memory, but not the size and number of pages")
+                groups.append(group)
+                break
+        else:
+            found.append((PageLedger(layout.num_pages), [group]))
+    return found
+
+
+def _share(cache: KVCache, one: int, other: int) -> bool:
+    """Whether page 0 of two groups has bytes in common, or may have."""
+    return any(
+        start < other_stop and other_start < stop
+        for start, stop in _footprint(cache, one)
+        for other_start, other_stop in _footprint(cache, other)
+    )
+
+
+def _footprint(cache: KVCache, group: int) -> list[tuple[int, int]]:
+    layout: Layout = cache.layouts[group]
+    geometry = layout.geometry
+    reach = (
+        geometry.row_nbytes
+        + (geometry.page_size - 1) * layout.token_stride
+        + (len(geometry.heads) - 1) * layout.head_stride
+    )
+    if reach > layout.page_stride:  # Pages lie inside of what steps over tokens or heads.
+        reach += (layout.num_pages - 1) * layout.page_stride
+    bases = [owner.untyped_storage().data_ptr() for owner in cache.owners[group]]
+    places = zip(layout.regions.flat, layout.offsets.flat, strict=True)
+    return [
+        (bases[region] + int(offset), bases[region] + int(offset) + reach)
+        for region, offset in places
+    ]
