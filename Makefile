@@ -23,7 +23,7 @@ export PIP_NO_INPUT := 1
 # torchrun would set the same, with a warning.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test test-interop lint format docs bench soak clean
+.PHONY: help demo test test-interop lint format docs dist bench soak clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -36,6 +36,7 @@ help:
 	@echo "make docs    build the documents into build/docs"
 	@echo "make bench   measure against raw NIXL"
 	@echo "make soak    run the tests that take minutes"
+	@echo "make dist    build wheel and sdist, and check them"
 	@echo "make clean   remove .venv and everything generated"
 
 # Made afresh if an earlier attempt was cut short: its stamp is missing then.
@@ -63,6 +64,11 @@ $(VENV)/.stamp-demo: $(INPUTS) | $(VENV)/.stamp-venv
 $(VENV)/.stamp-bench: $(INPUTS) | $(VENV)/.stamp-venv
 	@echo 'installing into $(VENV): torch-nixl[bench], pinned by constraints.txt'
 	@$(PIP) --editable '.[bench]'
+	@touch $@
+
+$(VENV)/.stamp-dist: $(INPUTS) | $(VENV)/.stamp-venv
+	@echo 'installing into $(VENV): torch-nixl[dist], pinned by constraints.txt'
+	@$(PIP) --editable '.[dist]'
 	@touch $@
 
 demo: $(VENV)/.stamp-demo
@@ -109,6 +115,15 @@ docs: $(VENV)/.stamp-dev
 
 bench: $(VENV)/.stamp-bench
 	$(PY) benchmarks/engine.py $(BENCH_ARGS)
+
+# What would go to an index: it builds, reads well there, and holds the package and nothing else.
+dist: $(VENV)/.stamp-dist
+	rm -rf dist
+	$(PY) -m build --outdir dist .
+	$(PY) -m twine check --strict dist/*
+	$(PY) -c "import glob, zipfile; names = zipfile.ZipFile(*glob.glob('dist/*.whl')).namelist(); \
+	wrong = [n for n in names if not n.startswith(('torch_nixl/', 'torch_nixl-'))]; \
+	assert 'torch_nixl/py.typed' in names and not wrong, wrong"
 
 clean:
 	rm -rf $(VENV) $(DYNAMO_VENV) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache benchmarks/out

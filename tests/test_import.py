@@ -79,6 +79,22 @@ def test_missing_nixl_is_named_only_when_it_is_needed() -> None:
     assert cause in {"ImportError", "ModuleNotFoundError"}
 
 
+@pytest.mark.parametrize("package", ["torch", "numpy"])
+def test_a_missing_dependency_is_named_with_what_brings_it(package: str) -> None:
+    program = f"""
+import sys
+sys.modules[{package!r}] = None
+import torch_nixl
+try:
+    torch_nixl.connect if {package!r} == "numpy" else torch_nixl.send_tensor
+except ModuleNotFoundError as exc:
+    print(exc)
+"""
+    assert _run(program).stdout == (
+        f"torch_nixl needs {package}, which is not installed: pip install {package}\n"
+    )
+
+
 def test_engine_modules_import_without_nixl() -> None:
     program = (
         "import sys; sys.modules['nixl'] = None; "

@@ -8,6 +8,7 @@ Names are loaded when they are first used. All that it does is to make the backe
 from __future__ import annotations
 
 import importlib
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 from torch_nixl.process_group.registration import register_when_loaded
@@ -202,13 +203,27 @@ _MODULES = frozenset({"connect", "metrics"})
 def __getattr__(name: str) -> object:
     """Load a public name, from the module that it lives in, on its first use."""
     if name in _MODULES:
-        return importlib.import_module(f"torch_nixl.{name}")
+        return _import(f"torch_nixl.{name}")
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value: object = getattr(importlib.import_module(home), name)
+    value: object = getattr(_import(home), name)
     globals()[name] = value
     return value
+
+
+def _import(module: str) -> ModuleType:
+    """Import a module of this package; say what to install where a dependency is missing."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing not in ("torch", "numpy", "pydantic"):
+            raise
+        raise ModuleNotFoundError(
+            f"torch_nixl needs {missing}, which is not installed: pip install {missing}",
+            name=error.name,
+        ) from error
 
 
 def __dir__() -> list[str]:

@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import sys
 
-_EXTRA_MODULES = {"typer", "rich", "click"}
+_MENDS = {
+    **dict.fromkeys(("typer", "rich", "click", "matplotlib"), "pip install 'torch-nixl[cli]'"),
+    **dict.fromkeys(("torch", "numpy", "pydantic"), "pip install torch-nixl"),
+}
+"""What brings a package that may be missing."""
 
 
 def run() -> None:
-    """Run the command line. Exits with status 2 and one sentence if the extra is missing."""
+    """Run the command line. Exits with status 2 and one sentence if a package is missing."""
     try:
         from torch_nixl.cli.app import app
+
+        app()
     except ModuleNotFoundError as exc:
-        if (exc.name or "").partition(".")[0] not in _EXTRA_MODULES:
+        package = (exc.name or "").partition(".")[0]
+        mend = _MENDS.get(package)
+        if mend is None:
             raise
         sys.stderr.write(
-            f"torch-nixl: the command line needs the package {exc.name}, which is not installed: "
-            "pip install 'torch-nixl[cli]'\n"
+            f"torch-nixl: this needs the package {package}, which is not installed: {mend}\n"
         )
         raise SystemExit(2) from None
-    app()
 
 
 if __name__ == "__main__":
