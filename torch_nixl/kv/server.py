@@ -337,8 +337,11 @@ class KVCacheServer(Service):
         """Plan to write to decode's pages; for PULL only see that ours begin early enough."""
         try:
             if take.mode is Mode.PULL:
-                if take.start < take.stop and take.start < min(run.first for run in offer.runs):
-                    raise ValueError(f"the pages on offer begin after position {take.start}")
+                begin = min(run.first for run in offer.runs)
+                if take.start < take.stop and take.start < begin:
+                    raise ValueError(
+                        f"the pages on offer begin at position {begin}, not {take.start}"
+                    )
                 return None
             return Moves(
                 self.registered.pool,
