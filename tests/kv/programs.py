@@ -15,7 +15,7 @@ import torch_nixl
 from kv.worlds import LAYERS, PAGE, Decode, Prefill, nothing_held, tensors, until
 from torch_nixl.engine.connection import Connection
 from torch_nixl.errors import PeerLostError, TransferError, TransferTimeout
-from torch_nixl.kv.client import Fetch
+from torch_nixl.kv.fetch import Fetch
 from torch_nixl.kv.server import Offer
 from torch_nixl.testing import Rank
 

@@ -12,7 +12,8 @@ import torch
 from kv.conftest import Open
 from kv.worlds import DIM, HEADS, LAYERS, PAGE, Decode, Prefill, arrived, nothing_held, over, until
 from torch_nixl.kv.cache import CacheGroup, KVCache
-from torch_nixl.kv.client import Fetch, KVCacheClient
+from torch_nixl.kv.client import KVCacheClient
+from torch_nixl.kv.fetch import Fetch
 from torch_nixl.kv.server import KVCacheServer
 from torch_nixl.kv.ticket import Ticket
 from torch_nixl.testing import LoopbackFabric

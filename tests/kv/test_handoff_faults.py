@@ -319,7 +319,7 @@ def test_lost_but_living_peer_keeps_pages_until_it_answers(
     fabric: LoopbackFabric, connect: Open, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A loss proves nothing: pages that the peer may touch stay held until the two talk again."""
-    monkeypatch.setattr("torch_nixl.kv.handoff.RECONTACT_SECONDS", 0.2)
+    monkeypatch.setattr("torch_nixl.kv.recontact.RECONTACT_SECONDS", 0.2)
     prefill, decode = Prefill(connect("p")), Decode(connect("d"))
     offer = prefill.server.offer("one", [3, 1], 32, ready=False)
     fetch = decode.fetch(mode, offer.ticket, [4, 5])

@@ -9,7 +9,8 @@ import torch
 
 from torch_nixl.engine.connection import Connection
 from torch_nixl.kv.cache import KVCache
-from torch_nixl.kv.client import Fetch, KVCacheClient
+from torch_nixl.kv.client import KVCacheClient
+from torch_nixl.kv.fetch import Fetch
 from torch_nixl.kv.server import KVCacheServer, Offer
 from torch_nixl.kv.statistics import KVStatistics
 

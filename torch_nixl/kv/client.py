@@ -12,18 +12,14 @@ from torch_nixl.errors import (
     ClosedError,
     IncompatibleError,
     MetadataError,
-    PeerLostError,
-    TransferError,
-    TransferTimeout,
 )
 from torch_nixl.kv import frames
 from torch_nixl.kv.cache import KVCache, PageIds
+from torch_nixl.kv.fetch import Fetch
 from torch_nixl.kv.frames import Head, Take
 from torch_nixl.kv.handoff import Handoff
-from torch_nixl.kv.moving import order_of
-from torch_nixl.kv.plan import Run
-from torch_nixl.kv.protocol import Event, Mode, Outcome, Phase, Side, error_of
-from torch_nixl.kv.request import PageLists, Request
+from torch_nixl.kv.heartbeat import Heartbeat
+from torch_nixl.kv.protocol import Event, Mode, Outcome, Phase, Side
 from torch_nixl.kv.service import DEFAULT_TIMEOUT, Service, as_sequence
 from torch_nixl.kv.ticket import Ticket
 
@@ -43,143 +39,6 @@ class _Wanted:
     ticket: Ticket
     heads: tuple[range, ...]
     remote: Remote
-
-
-class Fetch(Request):
-    """Pages of one prompt that are being filled.
-
-    Attributes:
-        mode: Who moves the bytes.
-        runs: Those that are written to.
-    """
-
-    num_ready = 0
-
-    def __init__(
-        self, client: KVCacheClient, request: str, runs: tuple[Run, ...], mode: Mode
-    ) -> None:
-        super().__init__(client, request, runs)
-        self._client = client
-        self.mode = mode
-        self.asked_at = time.monotonic()
-
-    @property
-    def num_layers_ready(self) -> int:
-        """Layers that are filled, in the order of the model."""
-        if self._done and self._error is None:
-            return self._client.cache.num_layers
-        return min((one.num_moved for one in self.handoffs), default=0)
-
-    @property
-    def failed_pages(self) -> PageLists:
-        # Layer by layer bytes move, so no page is whole before the end.
-        return self.pages if self._error is not None else ()
-
-    def wait_layer(self, layer: int, timeout: float | None = None) -> None:
-        """Block until a layer is filled.
-
-        Args:
-            layer: The model's number of it.
-            timeout: Seconds; None waits until the request's own deadline. The request goes on
-                after a timeout.
-
-        Raises:
-            ValueError: There is no such layer.
-            TransferTimeout: Time is up.
-            TransferError, ClosedError: As for `wait`.
-        """
-        order = order_of(self._client.cache.compatibility)
-        if layer not in order:
-            raise ValueError(f"layer {layer} is not in the cache")
-        index = order.index(layer)
-        deadline = deadline_after(timeout)
-        arrived = self._connection.progress.wait_until(
-            lambda: self._done or self.num_layers_ready > index, deadline
-        )
-        if not arrived:
-            raise TransferTimeout(f"layer {layer} of {self.request!r} has not arrived yet")
-        if self.num_layers_ready <= index:
-            self.wait()
-
-    def cancel(self) -> None:
-        for handoff in list(self.handoffs):
-            handoff.cancel(text="given up by decode")
-
-    # The hub's lock is held.
-
-    def on_progress(self, handoff: Handoff) -> None:
-        pass
-
-    def on_end(self, handoff: Handoff) -> None:
-        error = handoff.error
-        if error is None and not all(one.done for one in self.handoffs):
-            return
-        figures = self._client.figures
-        if self._end(error):
-            outcome = handoff.side.outcome
-            assert outcome is not None
-            figures.count_end(outcome)
-            figures.took("total", time.monotonic() - self.asked_at)
-            if error is None:
-                figures.pages += sum(len(run.pages) for run in self.runs)
-            for other in list(self.handoffs):
-                if not other.done:
-                    other.cancel(text=f"another part failed: {error}")
-
-    def on_release(self, handoff: Handoff) -> None:
-        if all(one.side.released for one in self.handoffs):
-            self._client.leave(self)
-            self._free()
-
-
-class Heartbeat:
-    """Keeps a lease while decode has no room yet for what it offers.
-
-    Attributes:
-        error: Why the lease is lost; None while it is kept.
-    """
-
-    def __init__(self, client: KVCacheClient, remote: Remote, number: int, ticket: Ticket) -> None:
-        self._client = client
-        self._remote = remote
-        self.number = number
-        self.ticket = ticket
-        self.error: TransferError | None = None
-        self._due = 0.0
-
-    @property
-    def active(self) -> bool:
-        """Whether it goes on."""
-        return self.number in self._client.hub.heartbeats
-
-    def stop(self) -> None:
-        """Keep the lease no more. Idempotent."""
-        with self._client.hub.lock:
-            self._client.hub.heartbeats.pop(self.number, None)
-
-    # The hub's lock is held.
-
-    def on_tick(self, now: float) -> None:
-        """Send the next one if it is due."""
-        if self._client.closed:
-            self.stop()
-        elif self._remote.lost_error is not None:
-            name = self._remote.name
-            self.error = PeerLostError(f"{name} is lost: {self._remote.lost_error}", remote=name)
-            self.stop()
-        elif now >= self._due:
-            lasts = self.ticket.lease_ms or int(1000 * frames.MAX_BEAT_SECONDS)
-            self._due = now + lasts / 3000
-            head = Head(self.ticket.service, self.number, self.ticket.lease)
-            body = frames.pack_count(head, lasts)
-            self._client.figures.heartbeats += 1
-            self._client.connection.contacts.send_body(self._remote, frames.BEAT, body)
-
-    def on_refused(self, remote: Remote, outcome: Outcome, text: str) -> None:
-        """There is no such lease any more."""
-        if remote.name == self._remote.name:
-            self.error = error_of(outcome, f"the lease of {self.ticket.request!r}: {text}")
-            self.stop()
 
 
 class KVCacheClient(Service):

@@ -8,15 +8,16 @@ request. All of that happens under the hub's lock.
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING
 
 from torch_nixl.engine.adapter import Direction
 from torch_nixl.engine.operation import Operation
-from torch_nixl.errors import ClosedError, PeerLostError, TorchNixlError
+from torch_nixl.errors import ClosedError, PeerLostError, TransferCancelled
 from torch_nixl.kv import frames
 from torch_nixl.kv.leases import LeaseId
 from torch_nixl.kv.moving import Moves, PageTransfer
 from torch_nixl.kv.protocol import Action, Event, Outcome, Phase, Role, Side, error_of, outcome_of
+from torch_nixl.kv.recontact import Recontact
 
 if TYPE_CHECKING:
     from torch_nixl.engine.registry import RegisteredMemory
@@ -24,38 +25,7 @@ if TYPE_CHECKING:
     from torch_nixl.kv.meeting import Meeting
     from torch_nixl.kv.plan import Run
     from torch_nixl.kv.service import Service
-
-RECONTACT_SECONDS: Final = 1.0
-"""Time after a loss until a live peer that may still touch pages is contacted again; doubled after
-each try, up to `MAX_RECONTACT_SECONDS`."""
-
-MAX_RECONTACT_SECONDS: Final = 30.0
-
-
-class Whole(Protocol):
-    """What a handoff is a part of: an Offer or a Fetch."""
-
-    @property
-    def num_ready(self) -> int:
-        """Layers that the model has computed; prefill's."""
-        ...
-
-    @property
-    def runs(self) -> tuple[Run, ...]:
-        """This side's pages."""
-        ...
-
-    def on_progress(self, handoff: Handoff) -> None:
-        """More layers have been moved. Called with the hub's lock held, as the others."""
-        ...
-
-    def on_end(self, handoff: Handoff) -> None:
-        """Its outcome is known."""
-        ...
-
-    def on_release(self, handoff: Handoff) -> None:
-        """The peer can't touch the pages any more."""
-        ...
+    from torch_nixl.kv.whole import Whole
 
 
 class Handoff(Operation):
@@ -81,8 +51,7 @@ class Handoff(Operation):
         "_asked_at",
         "_granted_at",
         "_moves",
-        "_recontact_after",
-        "_recontact_at",
+        "_recontact",
         "_text",
         "_transfer",
         "heads",
@@ -135,8 +104,7 @@ class Handoff(Operation):
         self._transfer: PageTransfer | None = None
         self._text = ""
         self._asked_at = self._granted_at = time.monotonic()
-        self._recontact_at = 0.0
-        self._recontact_after = RECONTACT_SECONDS
+        self._recontact = Recontact()
 
     @property
     def memories(self) -> tuple[RegisteredMemory, ...]:
@@ -155,11 +123,6 @@ class Handoff(Operation):
     @property
     def num_layers(self) -> int:
         return self.service.registered.cache.num_layers
-
-    @property
-    def asked_at(self) -> float:
-        """`time.monotonic()` at which it was made."""
-        return self._asked_at
 
     def __str__(self) -> str:
         peer = "" if self.remote is None else f" with {self.remote.name}"
@@ -214,11 +177,10 @@ class Handoff(Operation):
         """
         now = time.monotonic()
         wanted = not self.side.ended
+        why = ""
         if self.side.phase is Phase.ASKED:
             self.num_ready = min(num_ready, self.num_layers)
             why = self._plan(runs)
-        else:
-            why = ""
         self.on(Event.GRANT)
         if wanted:
             self.service.figures.took("grant", now - self._asked_at)
@@ -290,46 +252,38 @@ class Handoff(Operation):
         lock = self.service.hub.lock
         # Whoever tells may hold locks of another protocol, which may want to tell that one: it
         # must not wait for this one.
-        if not lock.acquire(blocking=False):
+        if lock.acquire(blocking=False):
+            try:
+                self._lose(error)
+            finally:
+                lock.release()
+        else:
             self._connection.progress.call_later([lambda: self._lose(error)])
-            return
-        try:
-            self._lose(error)
-        finally:
-            lock.release()
 
     def _lose(self, error: BaseException) -> None:
         with self.service.hub.lock:
-            self._recontact_at = time.monotonic() + RECONTACT_SECONDS
+            self._recontact.begin()
             self.on(Event.LOST, text=str(error))
 
     def check_quarantine(self) -> None:
         with self.service.hub.lock:
             if self._released or self.remote is None:
                 return
-            contacts = self._connection.contacts
-            lost = self.remote.lost_error is not None
-            if self.remote.closed or (lost and contacts.is_gone(self.remote)):
+            remote = self.remote
+            lost = remote.lost_error is not None
+            if remote.closed or (lost and self._connection.contacts.is_gone(remote)):
                 self.on(Event.DEAD, text="the peer is gone")
                 return
-            again = contacts.get(self.remote.name) if lost else None
+            again = self._connection.contacts.get(remote.name) if lost else None
             if again is not None:
                 # One that was lost, and lives after all.
                 self.remote = again
                 if self.side.phase is Phase.REVOKING:
                     self._do(Action.CANCEL)
                 return
-            due = lost and time.monotonic() >= self._recontact_at
-            remote = self.remote
-            if due:
-                self._recontact_at = time.monotonic() + self._recontact_after
-                self._recontact_after = min(2 * self._recontact_after, MAX_RECONTACT_SECONDS)
-        if due and not self._connection.closing:
-            # Neither side may send to the other any more: somebody has to begin.
-            try:
-                self._connection.contact(remote.name, remote.connection_blob)
-            except TorchNixlError:
-                pass  # It is tried again.
+        if lost:
+            # Outside of the lock: making contact takes its time.
+            self._recontact.try_if_due(self._connection, remote)
 
     def abort(self, error: BaseException) -> None:
         with self.service.hub.lock:
@@ -360,10 +314,7 @@ class Handoff(Operation):
                 self.service.figures.spans += 0 if self._moves is None else self._moves.num_spans
             case Action.STOP:
                 if self._transfer is not None:
-                    assert self.side.outcome is not None
-                    error = error_of(self.side.outcome, f"{self}: {self._text}")
-                    assert error is not None
-                    self._transfer.stop(error)
+                    self._transfer.stop(TransferCancelled(f"{self}: {self._text}"))
             case Action.CANCEL | Action.DONE:
                 kind = frames.CANCEL if action is Action.CANCEL else frames.DONE
                 assert self.side.outcome is not None

@@ -26,8 +26,9 @@ from torch_nixl.kv.registered import RegisteredPool
 if TYPE_CHECKING:
     from torch_nixl.engine.remotes import Remote
     from torch_nixl.kv.cache import KVCache
-    from torch_nixl.kv.client import Heartbeat, KVCacheClient
+    from torch_nixl.kv.client import KVCacheClient
     from torch_nixl.kv.handoff import Handoff
+    from torch_nixl.kv.heartbeat import Heartbeat
     from torch_nixl.kv.server import KVCacheServer
     from torch_nixl.kv.service import Service
     from torch_nixl.p2p.communicator import Communicator

@@ -1,0 +1,35 @@
+"""What a handoff asks of the request that it is a part of."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from torch_nixl.kv.handoff import Handoff
+    from torch_nixl.kv.plan import Run
+
+
+class Whole(Protocol):
+    """What a handoff is a part of: an Offer or a Fetch."""
+
+    @property
+    def num_ready(self) -> int:
+        """Layers that the model has computed; prefill's."""
+        ...
+
+    @property
+    def runs(self) -> tuple[Run, ...]:
+        """This side's pages."""
+        ...
+
+    def on_progress(self, handoff: Handoff) -> None:
+        """More layers have been moved. Called with the hub's lock held, as the others."""
+        ...
+
+    def on_end(self, handoff: Handoff) -> None:
+        """Its outcome is known."""
+        ...
+
+    def on_release(self, handoff: Handoff) -> None:
+        """The peer can't touch the pages any more."""
+        ...
