@@ -218,7 +218,7 @@ def killed(rank: Rank) -> str:
 def stopped(rank: Rank) -> list[str]:
     """Rank 1 stands still with four requests half through; later it goes on."""
     peer = Peer(rank)
-    requests = _in_the_middle(peer, 1 - rank.rank, 1.0 if rank.rank == 0 else 60.0)
+    requests = _in_the_middle(peer, 1 - rank.rank, 2.5 if rank.rank == 0 else 60.0)
     if rank.rank == 1:
         peer.store.set("pid", str(os.getpid()))
         peer.hear("awake", 0)
@@ -234,11 +234,12 @@ def stopped(rank: Rank) -> list[str]:
     try:
         for request in requests[:2]:
             request.cancel()
-        names = _errors(requests, 5.0)
+        names = _errors(requests, 15.0)
         # Who was read by prefill's peer, or is written to, is held: nobody can vouch for a stopped
         # process. The other two moved the bytes themselves.
-        held = [not request.wait_released(0.2) for request in requests]
-        assert held == [True, False, False, True], held
+        freed = [requests[index].wait_released(10) for index in (1, 2)]
+        held = [not requests[index].wait_released(0.2) for index in (0, 3)]
+        assert freed == held == [True, True], (freed, held)
     finally:
         os.kill(pid, signal.SIGCONT)
     peer.say("awake")

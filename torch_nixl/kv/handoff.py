@@ -177,10 +177,8 @@ class Handoff(Operation):
         """
         now = time.monotonic()
         wanted = not self.side.ended
-        why = ""
-        if self.side.phase is Phase.ASKED:
-            self.num_ready = min(num_ready, self.num_layers)
-            why = self._plan(runs)
+        asked = self.side.phase is Phase.ASKED
+        why = self._plan(min(num_ready, self.num_layers), runs) if asked else ""
         self.on(Event.GRANT)
         if wanted:
             self.service.figures.took("grant", now - self._asked_at)
@@ -188,8 +186,9 @@ class Handoff(Operation):
         if why:
             self.on(Event.FAIL, Outcome.OUT_OF_RANGE, why)
 
-    def _plan(self, runs: tuple[Run, ...]) -> str:
+    def _plan(self, num_ready: int, runs: tuple[Run, ...]) -> str:
         """Plan to read the peer's pages; return why that can't be."""
+        self.num_ready = num_ready
         registered = self.service.registered
         try:
             self._moves = Moves(
@@ -362,10 +361,9 @@ class Handoff(Operation):
         side = self.side
         if side.outcome is not None and not self._done:
             figures = self.service.figures
-            now = time.monotonic()
             if side.outcome is Outcome.COMPLETE:
                 if side.mover:
-                    figures.took("move", now - self._granted_at)
+                    figures.took("move", time.monotonic() - self._granted_at)
                 self.num_moved = self.num_layers
                 figures.paths[self.meeting.path_by(self._connection)] += 1
             self._finish(self._error_of(side.outcome))
