@@ -95,8 +95,7 @@ class Handoff(Operation):
         self.remote = remote
         self.number = number
         self.lease = lease
-        self.start, self.stop = start, stop
-        self.heads = heads
+        self.start, self.stop, self.heads = start, stop, heads
         self.num_ready = 0
         self.num_moved = 0
         self.sent = side.role is Role.PREFILL
