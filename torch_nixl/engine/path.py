@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import functools
 import os
+from collections.abc import Callable
 from typing import Final
 
 from torch_nixl.engine import performance
@@ -25,6 +27,15 @@ class _IoVec(ctypes.Structure):
     _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
 
 
+@functools.cache
+def _process_vm_readv() -> Callable[..., int] | None:
+    """The C library's function; None where it has none."""
+    function = getattr(ctypes.CDLL(None, use_errno=True), "process_vm_readv", None)
+    if function is not None:
+        function.restype = ctypes.c_ssize_t
+    return function
+
+
 def copy_from(pid: int, address: int, nbytes: int) -> bytes:
     """Copy bytes out of another process's memory, as Cross Memory Attach does.
 
@@ -32,14 +43,13 @@ def copy_from(pid: int, address: int, nbytes: int) -> bytes:
         OSError: The kernel refuses: EPERM where it forbids it, EFAULT where nothing is mapped at
             the address, ESRCH where there is no such process, ENOSYS where it can't do it at all.
     """
-    libc = ctypes.CDLL(None, use_errno=True)
-    if not hasattr(libc, "process_vm_readv"):
+    readv = _process_vm_readv()
+    if readv is None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
     buffer = ctypes.create_string_buffer(nbytes)
     local, remote = _IoVec(ctypes.addressof(buffer), nbytes), _IoVec(address, nbytes)
-    libc.process_vm_readv.restype = ctypes.c_ssize_t
     one, none = ctypes.c_ulong(1), ctypes.c_ulong(0)
-    copied = libc.process_vm_readv(pid, ctypes.byref(local), one, ctypes.byref(remote), one, none)
+    copied = readv(pid, ctypes.byref(local), one, ctypes.byref(remote), one, none)
     if copied < 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
