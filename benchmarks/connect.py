@@ -1,206 +1,151 @@
-"""connect operations against dynamo 1.6.1 and against bare NIXL, in one run.
+"""`torch-nixl bench connect` with what the issues ask of it, and what many operations cost.
 
     python benchmarks/connect.py --dynamo PYTHON [--json FILE] [--soak]
 
 PYTHON is that of an environment with ai-dynamo-runtime 1.6.1 (`make test-interop` makes one);
-without it the rows with dynamo are left out. Two processes on one host. A round is:
-create_readable, JSON over a pipe, begin_read, both sides complete; each side takes the time until
-its own is. Ours and dynamo's run in turn, by one and the same program (`dynamo_rival.py`).
+without it the rows with dynamo are left out. Two ranks on one host.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import gc
 import json
 import os
 import resource
-import subprocess
-import sys
 import time
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
-from engine import LARGE, RawAgent
-from pair import Row, Side, interleave, median, report, run_pair
+import torch.distributed as dist
+from rows import Row, Rows, be_a_rank, bench, from_ranks, parser, row, rows, show
 
 from torch_nixl import connect
+from torch_nixl.bench.connect import DYNAMO
+from torch_nixl.bench.launch import is_rank
+from torch_nixl.bench.raw import NAME as RAW
+from torch_nixl.bench.raw import RawAgent
+from torch_nixl.bench.report import OURS, Report
+from torch_nixl.bench.session import Case, Contestant, Session
 
-RIVAL = Path(__file__).with_name("dynamo_rival.py")
-SIZES = (4096, 1 << 20, 64 << 20)
+SMALL, MIDDLE, LARGE = 4096, 1 << 20, 64 << 20
 # What the issue asks of ours, in milliseconds; 64 MiB is compared with dynamo's alone.
-LIMITS = {4096: 0.3, 1 << 20: 0.5}
-ROUNDS = 3
-ITERATIONS = 30
+MILLISECONDS = {SMALL: 0.3, MIDDLE: 0.5}
 SOAK_OPERATIONS = 100_000
 SOAK_STEPS = 5
+SOAK = "TORCH_NIXL_BENCH_SOAK"
 TIMEOUT = 60.0
 
 
-def run_rival(python: str, module: str) -> dict[str, dict[int, float]]:
-    """Run the program over one library; return {side: {size: p50 in milliseconds}}."""
-    sizes = ",".join(map(str, SIZES))
-    paths = os.pathsep.join(path for path in sys.path if path)
-    ours = {"PYTHONPATH": paths} if python == sys.executable else {}
-    finished = subprocess.run(
-        [python, str(RIVAL), "--module", module, "--sizes", sizes, "--iterations", str(ITERATIONS)],
-        stdout=subprocess.PIPE,
-        timeout=300,
-        check=True,
-        env={**os.environ, **ours},
-    )
-    results = json.loads(finished.stdout)["results"]
+def side_by_side(dynamo: str) -> Rows:
+    """One read at a time, by one program over each library."""
+    arguments = ["--dynamo", dynamo] if dynamo else ["--without", DYNAMO]
+    report = bench("connect", "--sizes", f"{SMALL},{MIDDLE},{LARGE}", *arguments)
+    yield from rows(report, limits(report))
+    for one in report.measurements:
+        if one.nbytes in MILLISECONDS:
+            limit = MILLISECONDS[one.nbytes]
+            name = f"{one.what}, {one.nbytes >> 10} KiB"
+            yield Row(name, one.median(OURS) * 1e3, "ms", limit)
+
+
+def limits(report: Report) -> dict[tuple[str, int, str], float]:
+    """Times are to be no longer than dynamo's, bandwidth at 64 MiB half as much again."""
     return {
-        side: {row["size"]: row[side]["p50_ms"] for row in results} for side in ("reader", "owner")
+        (one.what, one.nbytes, DYNAMO): 1.5 if one.nbytes == LARGE else 1.0
+        for one in report.measurements
     }
 
 
-def side_by_side(dynamo: str) -> list[Row]:
-    """Compare with dynamo, in turn."""
-    ours, theirs = [], []
-    for _ in range(ROUNDS):
-        ours.append(run_rival(sys.executable, "torch_nixl.connect"))
-        if dynamo:
-            theirs.append(run_rival(dynamo, "dynamo.nixl_connect"))
-    rows = []
-    for size in SIZES:
-        for side in ("reader", "owner"):
-            what = f"{size // 1024} KiB, {side}, p50"
-            figure = median([one[side][size] for one in ours])
-            if size in LIMITS:
-                rows.append(Row(what, figure, "ms", LIMITS[size]))
-            if theirs:
-                rival = median([one[side][size] for one in theirs])
-                limit = 1 / 1.5 if size not in LIMITS else 1.0
-                rows.append(Row(what, figure, "ms", limit, rival, note="dynamo 1.6.1"))
-    return rows
-
-
 class Ours:
-    """One side's connector, and the JSON pipe."""
+    """This rank's connector."""
 
-    def __init__(self, side: Side) -> None:
-        self.side = side
+    def __init__(self, session: Session) -> None:
+        self.session = session
         self.connector = connect.Connector(timeout=TIMEOUT)
         self.connection = self.connector.connection()
 
-    def expose(self, memories: list[torch.Tensor]) -> list[connect.ReadableOperation]:
-        """Expose each tensor and tell the other side."""
-        found = [
-            connect.ReadableOperation(self.connection, connect.Descriptor(one)) for one in memories
-        ]
-        self.side.pipe.send([one.metadata().model_dump_json() for one in found])
-        return found
-
-    def read(self, memories: list[torch.Tensor]) -> list[connect.ReadOperation]:
-        """Begin to read what the other side tells of."""
+    def begin(self, memories: list[torch.Tensor]) -> list[Any]:
+        """Rank 0 exposes each tensor and tells of it, rank 1 begins to read them."""
+        if self.session.rank == 0:
+            found = [
+                connect.ReadableOperation(self.connection, connect.Descriptor(one))
+                for one in memories
+            ]
+            self._tell([one.metadata().model_dump_json() for one in found])
+            return found
         return [
             connect.ReadOperation(
                 self.connection,
                 connect.RdmaMetadata.model_validate_json(text),
                 connect.Descriptor(one),
             )
-            for text, one in zip(self.side.pipe.recv(), memories, strict=True)
+            for text, one in zip(self._hear(), memories, strict=True)
         ]
 
-    def round(self, memories: list[torch.Tensor]) -> float:
-        """Rank 0 exposes, rank 1 reads, by plain threads; return this side's seconds."""
-        self.side.exchange(None)
-        started = time.perf_counter()
-        operations: list[Any] = (
-            list(self.expose(memories)) if self.side.rank == 0 else list(self.read(memories))
-        )
-        for operation in operations:
+    def _tell(self, texts: list[str]) -> None:
+        data = json.dumps(texts).encode()
+        dist.send(torch.tensor([len(data)]), 1)
+        dist.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), 1)
+
+    def _hear(self) -> list[str]:
+        length = torch.zeros(1, dtype=torch.int64)
+        dist.recv(length, 0)
+        data = torch.zeros(int(length), dtype=torch.uint8)
+        dist.recv(data, 0)
+        texts: list[str] = json.loads(data.numpy().tobytes())
+        return texts
+
+    def wait(self, memories: list[torch.Tensor]) -> None:
+        """Move each tensor; threads wait."""
+        for operation in self.begin(memories):
             operation.wait(TIMEOUT)
-        return time.perf_counter() - started
 
-    def awaited(self, memories: list[torch.Tensor]) -> float:
-        """Do the same in an event loop."""
+    def wait_in_a_loop(self, memories: list[torch.Tensor]) -> None:
+        """Move each tensor; an event loop waits."""
 
-        async def wait() -> float:
-            started = time.perf_counter()
-            operations: list[Any] = (
-                list(self.expose(memories)) if self.side.rank == 0 else list(self.read(memories))
-            )
-            await asyncio.gather(*(one.wait_for_completion() for one in operations))
-            return time.perf_counter() - started
+        async def wait() -> None:
+            await asyncio.gather(*(one.wait_for_completion() for one in self.begin(memories)))
 
-        self.side.exchange(None)
-        return asyncio.run(wait())
+        asyncio.run(wait())
 
 
-def settle(side: Side, raw: RawAgent) -> None:
-    """Keep the passive side's raw agent moving until the active one is done."""
-    if side.rank == 0:
-        side.wait_while(lambda: raw.agent.getNotifs({}, []), 0.0005)
-    else:
-        side.pipe.send(None)
-
-
-def large(side: Side) -> None:
+def large(session: Session) -> Rows:
     """64 MiB, metadata and all, against a READ by bare NIXL of the same buffers."""
-    buffer = torch.full((LARGE,), side.rank, dtype=torch.uint8)
-    ours, raw = Ours(side), RawAgent(f"raw-{side.rank}", buffer)
-    raw.meet(side)
+    buffer = torch.full((LARGE,), session.rank, dtype=torch.uint8)
+    ours, raw = Ours(session), RawAgent(session, buffer)
 
-    def raw_read() -> float:
-        side.exchange(None)
-        started = time.perf_counter()
-        if side.rank == 1:
-            raw.move(False, LARGE)
-        seconds = time.perf_counter() - started
-        settle(side, raw)
-        return seconds
+    def raw_read() -> None:
+        if session.rank == 0:
+            raw.await_message()
+        else:
+            raw.move(False, LARGE, b"done")
 
-    figures = interleave({"ours": lambda: ours.round([buffer]), "raw": raw_read}, rounds=20)
-    if side.rank == 1:
-        rates = {name: LARGE / median(seconds[2:]) / 1e9 for name, seconds in figures.items()}
-        side.rows.append(
-            Row(
-                "64 MiB read, waited for by a thread",
-                rates["ours"],
-                "GB/s",
-                0.9,
-                rates["raw"],
-                lower_is_better=False,
-                note="bare NIXL's READ, metadata exchanged before",
-            )
-        )
+    contestants = {
+        OURS: session.timed(lambda: ours.wait([buffer])),
+        RAW: session.timed(raw_read),
+    }
+    measured = session.measure(Case("read, waited for by a thread", LARGE, lambda: contestants))
+    yield row(measured, RAW, 0.9)
     ours.connector.close()
 
 
-def in_flight(side: Side) -> None:
+def in_flight(session: Session) -> Rows:
     """What an operation costs among 10 and among 1,000."""
-    ours = Ours(side)
-    memories = list(torch.zeros(1000, 4096, dtype=torch.uint8))
-    waits: dict[str, Callable[[list[torch.Tensor]], float]] = {
-        "threads": ours.round,
-        "asyncio": ours.awaited,
-    }
-    for name, wait in waits.items():
-        wait(memories[:10])
+    ours = Ours(session)
+    memories = list(torch.zeros(1000, SMALL, dtype=torch.uint8))
+    ten = "ours, one of 10 in flight"
+    for name, wait in (("threads", ours.wait), ("asyncio", ours.wait_in_a_loop)):
 
-        def ten(wait: Callable[[list[torch.Tensor]], float] = wait) -> float:
-            return median([wait(memories[:10]) for _ in range(20)]) / 10
+        def one_of(number: int, wait: Any = wait) -> Contestant:
+            timed = session.timed(lambda: wait(memories[:number]))
+            return lambda count: [seconds / number for seconds in timed(count)]
 
-        def thousand(wait: Callable[[list[torch.Tensor]], float] = wait) -> float:
-            return wait(memories) / 1000
+        contestants = {OURS: one_of(1000), ten: one_of(10)}
+        what = f"read, one of 1,000 in flight, {name}"
 
-        figures = interleave({"1000": thousand, "10": ten}, rounds=5)
-        if side.rank == 1:
-            side.rows.append(
-                Row(
-                    f"4 KiB, one of 1,000 in flight, {name}",
-                    median(figures["1000"]) * 1e6,
-                    "us",
-                    1.5,
-                    median(figures["10"]) * 1e6,
-                    note="ours, one of 10 in flight",
-                )
-            )
+        measured = session.measure(Case(what, SMALL, lambda made=contestants: made))  # type: ignore[misc]
+        yield row(measured, ten, 1.5)
     ours.connector.close()
 
 
@@ -220,12 +165,12 @@ def resources(ours: Ours) -> dict[str, float]:
     }
 
 
-def soak(side: Side) -> None:
+def soak(session: Session) -> Rows:
     """Many operations, every tenth on fresh memory; print what there is after each part."""
-    ours = Ours(side)
+    ours = Ours(session)
     memory = torch.zeros(4096, dtype=torch.uint8)
     for _ in range(200):
-        ours.round([memory])
+        ours.wait([memory])
     before = resources(ours)
     told = ours.connector.statistics().frames_received
     for step in range(SOAK_STEPS):
@@ -233,52 +178,57 @@ def soak(side: Side) -> None:
         for number in range(SOAK_OPERATIONS // SOAK_STEPS):
             fresh = number % 10 == 0
             size = 1 + number % 640
-            ours.round([torch.empty(size, dtype=torch.uint8) if fresh else memory])
+            ours.wait([torch.empty(size, dtype=torch.uint8) if fresh else memory])
         seconds = time.perf_counter() - started
         found = resources(ours)
-        if side.rank == 0:
+        if session.rank == 0:
             shown = ", ".join(f"{name} {value:.0f}" for name, value in found.items())
             rate = SOAK_OPERATIONS / SOAK_STEPS / seconds
             print(f"soak {step + 1}/{SOAK_STEPS}: {rate:.0f} operations/s; {shown}", flush=True)
     after = resources(ours)
     frames = ours.connector.statistics().frames_received - told
     # What arrives and isn't taken in grows in NIXL, out of sight: all that was sent has to be here.
-    expected = SOAK_OPERATIONS * (2 if side.rank == 0 else 1)
-    side.rows.append(Row(f"messages taken in, rank {side.rank}", frames, "", 1.001, expected))
+    expected = SOAK_OPERATIONS * (2 if session.rank == 0 else 1)
+    yield Row(f"messages taken in, rank {session.rank}", frames, "", 1.001, expected)
     # Which regions a remote told, and why ended operations ended, is remembered within bounds.
-    limits = {"MiB": 8.0, "objects": 20_000.0}
-    side.rows.extend(
-        Row(
-            f"{name}, growth over {SOAK_OPERATIONS:,} operations, rank {side.rank}",
+    allowed = {"MiB": 8.0, "objects": 20_000.0}
+    for name in after:
+        yield Row(
+            f"{name}, growth over {SOAK_OPERATIONS:,} operations, rank {session.rank}",
             after[name] - before[name],
             "",
-            limits.get(name, 0.0),
+            allowed.get(name, 0.0),
         )
-        for name in after
-    )
     ours.connector.close()
 
 
+def body(session: Session) -> Rows:
+    if SOAK in os.environ:
+        yield from soak(session)
+        return
+    yield from large(session)
+    yield from in_flight(session)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", metavar="FILE", help="also write the figures to FILE")
-    parser.add_argument(
+    made = parser(__doc__ or "")
+    made.add_argument(
         "--dynamo",
         metavar="PYTHON",
         default=os.environ.get("TORCH_NIXL_DYNAMO_PYTHON", ""),
         help="Python with ai-dynamo-runtime 1.6.1; TORCH_NIXL_DYNAMO_PYTHON by default",
     )
-    parser.add_argument("--soak", action="store_true", help="only run 100,000 operations")
-    options = parser.parse_args()
-    os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
+    made.add_argument("--soak", action="store_true", help="only run 100,000 operations")
+    options = made.parse_args()
     if options.soak:
-        sides = run_pair(soak, timeout=3600)
+        found = from_ranks(__file__, environment={SOAK: "1"})
     else:
-        sides = [Side(0, rows=side_by_side(options.dynamo))]
-        sides += run_pair(large, timeout=120)
-        sides += run_pair(in_flight, timeout=120)
-    report("connect operations", sides, options.json)
+        found = [*side_by_side(options.dynamo), *from_ranks(__file__)]
+    show("connect operations", found, options.json)
 
 
 if __name__ == "__main__":
-    main()
+    if is_rank():
+        be_a_rank(body)
+    else:
+        main()

@@ -2,22 +2,26 @@
 
     python benchmarks/engine.py [--json FILE]
 
-Two processes on one host. The rival is NIXL's own bindings, with the lock mode RW and without
+Two ranks on one host. The rival is NIXL's own bindings, with the lock mode RW and without
 NIXL's progress thread, as a Connection uses them, polled by the thread that waits.
 """
 
 from __future__ import annotations
 
-import os
 import resource
 import threading
 import time
+from collections.abc import Callable
+from statistics import median
 from typing import Any
 
-import numpy as np
 import torch
-from pair import Row, Side, arguments, interleave, median, percentile, report, run_pair
+from rows import Row, Rows, main, row
 
+from torch_nixl.bench.raw import NAME as RAW
+from torch_nixl.bench.raw import RawAgent
+from torch_nixl.bench.report import OURS, percentile
+from torch_nixl.bench.session import Case, Contestant, Session
 from torch_nixl.engine.adapter import Direction
 from torch_nixl.engine.connection import Connection
 from torch_nixl.engine.memory import tensor_memory
@@ -30,58 +34,6 @@ LARGE = 64 << 20
 HUGE = 256 << 20
 SIZES = (SMALL, 1 << 20, LARGE, HUGE)
 TEST_FRAME = 100
-
-
-class RawAgent:
-    """Bare NIXL, as fast as its bindings allow."""
-
-    def __init__(self, name: str, buffer: torch.Tensor) -> None:
-        import nixl  # noqa: F401  # chooses the wheel that fits
-        from nixl import _bindings
-
-        self.nixl: Any = _bindings
-        config = self.nixl.nixlAgentConfig()
-        config.useProgThread = False
-        config.syncMode = self.nixl.NIXL_THREAD_SYNC_RW
-        self.agent = self.nixl.nixlAgent(name, config)
-        self.agent.createBackend("UCX", {})
-        self.address = buffer.data_ptr()
-        segment = self.nixl.DRAM_SEG
-        region = self.nixl.nixlRegDList(segment, [(self.address, buffer.nbytes, 0, "")])
-        self.agent.registerMem(region, [])
-        self.peer = ""
-        self.peer_address = 0
-
-    def meet(self, side: Side) -> None:
-        """Exchange metadata."""
-        metadata = (bytes(self.agent.getLocalMD()), self.address)
-        theirs: Any = side.exchange(metadata)
-        self.peer = self.agent.loadRemoteMD(theirs[0]).decode()
-        self.peer_address = theirs[1]
-
-    def prepare(self, write: bool, nbytes: int, message: bytes) -> int:
-        rows = [
-            self.nixl.nixlXferDList(
-                self.nixl.DRAM_SEG, np.array([[address, nbytes, 0]], dtype=np.uint64)
-            )
-            for address in (self.address, self.peer_address)
-        ]
-        operation = self.nixl.NIXL_WRITE if write else self.nixl.NIXL_READ
-        return int(self.agent.createXferReq(operation, *rows, self.peer, message, []))
-
-    def run(self, handle: int, message: bytes) -> None:
-        state = self.agent.postXferReq(handle, message)
-        while state == self.nixl.NIXL_IN_PROG:
-            state = self.agent.getXferStatus(handle)
-
-    def move(self, write: bool, nbytes: int, message: bytes = b"") -> None:
-        handle = self.prepare(write, nbytes, message)
-        self.run(handle, message)
-        self.agent.releaseXferReq(handle)
-
-    def wait_message(self) -> None:
-        while not self.agent.getNotifs({}, []):
-            pass
 
 
 class OurAgent:
@@ -104,10 +56,10 @@ class OurAgent:
     def _on_message(self, remote: Remote, body: bytes) -> None:
         self.num_messages += 1
 
-    def meet(self, side: Side) -> None:
+    def meet(self, session: Session) -> None:
         """Exchange offers of the whole buffer and learn the other's regions."""
         exposed = self.connection.expose(Direction.WRITE, [tensor_memory(self.buffer)])
-        theirs: Any = side.exchange(exposed.offer().pack(key=None))
+        theirs = session.exchange(exposed.offer().pack(key=None))[1 - session.rank]
         inspect = self.connection.adapter.inspect
         offer = Offer.unpack(theirs, key=None, parse_metadata=inspect)
         self.remote = self.connection.contact(offer.owner, offer.metadata[0])
@@ -152,111 +104,64 @@ class OurAgent:
         )
 
 
-def latency(side: Side, raw: RawAgent, ours: OurAgent) -> None:
+def latency(session: Session, raw: RawAgent, ours: OurAgent) -> Rows:
     """Ping-pong of a 4 KiB write with a notification, half a round trip."""
     reused = raw.prepare(True, SMALL, b"x")
-
-    def ping_pong(send: Any, wait: Any) -> tuple[float, float]:
-        side.exchange(None)
-        seconds = []
-        for _ in range(500):
-            started = time.perf_counter()
-            if side.rank == 0:
-                send()
-                wait()
-            else:
-                wait()
-                send()
-            seconds.append((time.perf_counter() - started) / 2)
-        seconds = seconds[50:]
-        p99.setdefault(send, []).append(percentile(seconds, 0.99) * 1e6)
-        return percentile(seconds, 0.5) * 1e6, 0.0
-
-    p99: dict[Any, list[float]] = {}
+    prepared = f"{RAW}, one request, posted again and again: we make ours anew"
     contestants = {
-        "raw": lambda: raw.move(True, SMALL, b"x"),
-        "raw, prepared": lambda: raw.run(reused, b"x"),
-        "ours": ours.write_with_message,
+        OURS: session.pinged(ours.write_with_message, ours.wait_message),
+        RAW: session.pinged(lambda: raw.move(True, SMALL, b"x"), raw.await_message),
+        prepared: session.pinged(lambda: raw.run(reused, b"x"), raw.await_message),
     }
-    waits = {"raw": raw.wait_message, "raw, prepared": raw.wait_message, "ours": ours.wait_message}
-    figures = interleave(
-        {
-            name: lambda name=name: ping_pong(contestants[name], waits[name])[0]  # type: ignore[misc]
-            for name in contestants
-        },
-        rounds=9,
-    )
-    if side.rank == 0:
-        for rival, note in (
-            ("raw", "createXferReq for each write"),
-            ("raw, prepared", "one request, posted again and again: we make ours anew"),
-        ):
-            side.rows.append(
-                Row(
-                    "4 KiB write + notification, p50",
-                    median(figures["ours"]),
-                    "us",
-                    1.5,
-                    median(figures[rival]),
-                    note=note,
-                )
-            )
-        side.rows.append(
-            Row(
-                "the same, p99",
-                median(p99[contestants["ours"]]),
-                "us",
-                10.0,
-                median(p99[contestants["raw"]]),
-                note="no limit set in the issue",
-            )
+    what = "write + notification"
+    measured = session.measure(Case(what, SMALL, lambda: contestants, share=2.0))
+    yield row(measured, RAW, 1.5)
+    yield row(measured, prepared, 1.5)
+    tails = measured.tail(OURS), measured.tail(RAW)
+    if tails[0] is not None and tails[1] is not None:
+        yield Row(
+            f"{what}, 4 KiB, p99",
+            tails[0] * 1e6,
+            "us",
+            10.0,
+            tails[1] * 1e6,
+            note=f"{RAW}; no limit set in the issue",
         )
 
 
-def bandwidth(side: Side, raw: RawAgent, ours: OurAgent) -> None:
+def bandwidth(session: Session, raw: RawAgent, ours: OurAgent) -> Rows:
     """A 64 MiB READ; the other side polls every half millisecond."""
-    side.exchange(None)
-    if side.rank == 1:
+    request = raw.prepare(False, LARGE, b"")
 
-        def poll() -> None:
-            raw.agent.getNotifs({}, [])
-            ours.connection.progress.step()
+    def poll() -> None:
+        raw.poll()
+        ours.connection.progress.step()
 
-        side.wait_while(poll, 0.0005)
-        return
-    handle = raw.prepare(False, LARGE, b"")
+    def while_polled(run: Callable[[], object]) -> Contestant:
+        timed = session.timed(run)
 
-    def timed(run: Any) -> float:
-        started = time.perf_counter()
-        run()
-        return LARGE / (time.perf_counter() - started) / 1e9
+        def contestant(count: int) -> Any:
+            if session.rank == 1:
+                session.wait_while(poll, 0.0005)
+                return [0.0]
+            taken = timed(count)
+            session.barrier()
+            return taken
 
-    figures = interleave(
-        {
-            "raw": lambda: timed(lambda: raw.run(handle, b"")),
-            "ours": lambda: timed(lambda: ours.move(Direction.READ, LARGE)),
-        },
-        rounds=25,
-    )
-    side.pipe.send(None)
-    side.rows.append(
-        Row(
-            "64 MiB READ",
-            median(figures["ours"]),
-            "GB/s",
-            0.97,
-            median(figures["raw"]),
-            lower_is_better=False,
-            note="raw: one post",
-        )
-    )
+        return contestant
+
+    contestants = {
+        OURS: while_polled(lambda: ours.move(Direction.READ, LARGE)),
+        RAW: while_polled(lambda: raw.run(request, b"")),
+    }
+    yield row(session.measure(Case("READ", LARGE, lambda: contestants)), RAW, 0.97)
 
 
-def polls_while_moving(side: Side, ours: OurAgent) -> None:
+def polls_while_moving(session: Session, ours: OurAgent) -> Rows:
     """Polls from a second thread while 256 MiB move."""
-    side.exchange(None)
-    if side.rank == 1:
-        side.wait_while(ours.connection.progress.step, 0.0005)
+    session.barrier()
+    if session.rank == 1:
+        session.wait_while(ours.connection.progress.step, 0.0005)
         return
     stop = threading.Event()
 
@@ -274,15 +179,9 @@ def polls_while_moving(side: Side, ours: OurAgent) -> None:
         time.sleep(0.0005)
     stop.set()
     mover.join()
-    side.pipe.send(None)
-    side.rows.append(
-        Row(
-            "poll from another thread while 256 MiB move, p99",
-            percentile(seconds, 0.99) * 1e3,
-            "ms",
-            2.0,
-        )
-    )
+    session.barrier()
+    p99 = percentile(seconds, 0.99) * 1e3
+    yield Row("poll from another thread while 256 MiB move, p99", p99, "ms", 2.0)
 
 
 def cpu_seconds() -> float:
@@ -290,49 +189,46 @@ def cpu_seconds() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-def idle(side: Side, ours: OurAgent) -> None:
+def idle(session: Session, ours: OurAgent) -> Rows:
     """Process CPU time over 10 s: with a peer known and memory exposed, then waiting for it."""
-    side.exchange(None)
+    session.barrier()
     before = cpu_seconds()
     time.sleep(10)
     used = (cpu_seconds() - before) / 10 * 100
-    if side.rank == 0:
-        side.rows.append(Row("idle: memory exposed, a peer known", used, "% of a core", 2.0))
-    side.exchange(None)
-    if side.rank == 1:
+    session.barrier()
+    if session.rank == 1:
         time.sleep(10.5)
         return
+    yield Row("idle: memory exposed, a peer known", used, "% of a core", 2.0)
     deadline = time.monotonic() + 10
     before = cpu_seconds()
     ours.connection.progress.wait_until(lambda: False, deadline)
     used = (cpu_seconds() - before) / 10 * 100
-    side.rows.append(Row("waiting for a silent peer", used, "% of a core", 5.0))
+    yield Row("waiting for a silent peer", used, "% of a core", 5.0)
 
 
-def late_answer(side: Side, ours: OurAgent) -> None:
+def late_answer(session: Session, ours: OurAgent) -> Rows:
     """How long an answer that comes after a long silence takes to reach the waiter."""
     delays = []
     for _ in range(30):
-        side.exchange(None)
-        if side.rank == 1:
+        session.barrier()
+        if session.rank == 1:
             assert ours.remote is not None
             time.sleep(0.2)
             stamp = time.monotonic()
             ours.connection.contacts.send_raw(ours.remote, ours.message())
-            side.pipe.send(stamp)
         else:
             ours.wait_message()
-            arrived = time.monotonic()
-            delays.append(arrived - float(side.pipe.recv()))
-    if side.rank == 0:
-        side.rows.append(
-            Row("answer after 0.2 s of silence, p50", percentile(delays, 0.5) * 1e3, "ms", 1.0)
-        )
+            stamp = time.monotonic()
+        arrived, sent = session.exchange(stamp)
+        delays.append(arrived - sent)
+    if session.rank == 0:
+        yield Row("answer after 0.2 s of silence, p50", percentile(delays, 0.5) * 1e3, "ms", 1.0)
 
 
-def registrations(side: Side, ours: OurAgent) -> None:
+def registrations(session: Session, ours: OurAgent) -> Rows:
     """10,000 views of one storage, registered and released 60 times over."""
-    if side.rank == 1:
+    if session.rank == 1:
         return
     connection = ours.connection
     storage = torch.zeros(10_000, 64)
@@ -340,34 +236,31 @@ def registrations(side: Side, ours: OurAgent) -> None:
     loops = []
     for _ in range(60):
         started = time.perf_counter()
-        held = [connection.register(tensor_memory(row)) for row in storage]
+        held = [connection.register(tensor_memory(part)) for part in storage]
         for one in held:
             connection.registry.release(one)
         loops.append(time.perf_counter() - started)
     made = connection.statistics().registrations - before
-    side.rows.append(Row("NIXL registrations for 10,000 views", made, "", 1))
+    yield Row("NIXL registrations for 10,000 views", made, "", 1)
     first, last = median(loops[:5]), median(loops[-5:])
-    side.rows.append(
-        Row("60 loops of 10,000 views: last 5 against first 5", last * 1e3, "ms", 1.2, first * 1e3)
+    yield Row(
+        "60 loops of 10,000 views: last 5 against first 5", last * 1e3, "ms", 1.2, first * 1e3
     )
 
 
-def body(side: Side) -> None:
-    os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
+def body(session: Session) -> Rows:
     buffer = torch.zeros(HUGE, dtype=torch.uint8)
-    raw, ours = RawAgent(f"raw{side.rank}", buffer), OurAgent(f"ours{side.rank}", buffer)
-    raw.meet(side)
-    ours.meet(side)
-    latency(side, raw, ours)
-    bandwidth(side, raw, ours)
-    polls_while_moving(side, ours)
-    late_answer(side, ours)
-    idle(side, ours)
-    registrations(side, ours)
-    side.exchange(None)
+    raw, ours = RawAgent(session, buffer), OurAgent(f"ours{session.rank}", buffer)
+    ours.meet(session)
+    yield from latency(session, raw, ours)
+    yield from bandwidth(session, raw, ours)
+    yield from polls_while_moving(session, ours)
+    yield from late_answer(session, ours)
+    yield from idle(session, ours)
+    yield from registrations(session, ours)
+    session.barrier()
     ours.connection.close()
 
 
 if __name__ == "__main__":
-    options = arguments(__doc__ or "")
-    report("Connection against raw NIXL", run_pair(body, 300), options.json)
+    main("Connection against raw NIXL", body, __doc__ or "")

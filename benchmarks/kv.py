@@ -2,7 +2,7 @@
 
     python benchmarks/kv.py [--json FILE]
 
-Two processes on one host. Rank 0 offers pages and does nothing else; rank 1 pulls them and waits.
+Two ranks on one host. Rank 0 offers pages and does nothing else; rank 1 pulls them and waits.
 The rivals, polled by the thread that waits: NIXL's READ of one piece, and of rows of descriptor
 lists that it looked up beforehand, chosen by index; both know beforehand what is to be read, ask
 nobody and tell nobody.
@@ -10,18 +10,20 @@ nobody and tell nobody.
 
 from __future__ import annotations
 
-import os
 import resource
 import time
 from collections.abc import Sequence
+from statistics import median
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from engine import RawAgent
-from pair import Row, Side, arguments, interleave, median, percentile, report, run_pair
+from rows import Row, Rows, alternate, main
 
+from torch_nixl.bench.raw import RawAgent
+from torch_nixl.bench.report import percentile
+from torch_nixl.bench.session import Session
 from torch_nixl.engine.connection import Connection
 from torch_nixl.kv.cache import KVCache
 from torch_nixl.kv.client import KVCacheClient
@@ -50,22 +52,22 @@ class RawPages(RawAgent):
         """Look up offsets and sizes, ``[n, 2]``, in both sides' buffers."""
         lists = []
         for name, address in (
-            (self.nixl.NIXL_INIT_AGENT, self.address),
-            (self.peer, self.peer_address),
+            (self._nixl.NIXL_INIT_AGENT, self._here[0]),
+            (self._peer, self._there[0]),
         ):
             rows = np.zeros((len(places), 3), np.uint64)
             rows[:, 0] = places[:, 0] + np.uint64(address)
             rows[:, 1] = places[:, 1]
-            descriptors = self.nixl.nixlXferDList(self.nixl.DRAM_SEG, rows)
-            lists.append(self.agent.prepXferDlist(name, descriptors, []))
+            descriptors = self._nixl.nixlXferDList(self._nixl.DRAM_SEG, rows)
+            lists.append(self._agent.prepXferDlist(name, descriptors, []))
         return lists[0], lists[1]
 
     def read_rows(self, lists: tuple[Any, Any], ours: Any, theirs: Any) -> None:
-        handle = self.agent.makeXferReq(
-            self.nixl.NIXL_READ, lists[0], ours, lists[1], theirs, b"", [], False
+        handle = self._agent.makeXferReq(
+            self._nixl.NIXL_READ, lists[0], ours, lists[1], theirs, b"", [], False
         )
         self.run(handle, b"")
-        self.agent.releaseXferReq(handle)
+        self._agent.releaseXferReq(handle)
 
 
 def caches(buffer: torch.Tensor, page_nbytes: int) -> KVCache:
@@ -85,20 +87,20 @@ def smollm(buffer: torch.Tensor) -> KVCache:
 
 
 class Prefill:
-    """Rank 0: offers what it is asked for, over the pipe, until it is told to end."""
+    """Rank 0: offers what it is asked for, until it is told to end."""
 
-    def __init__(self, side: Side, connection: Connection, buffer: torch.Tensor) -> None:
-        self.side = side
+    def __init__(self, session: Session, connection: Connection, buffer: torch.Tensor) -> None:
+        self.session = session
         self.connection = connection
         self.buffer = buffer
         self.servers: dict[object, KVCacheServer] = {}
         self.offers: list[Offer] = []
 
     def serve(self) -> None:
-        while (asked := self.side.pipe.recv()) is not None:
+        while (asked := self.session.exchange(None)[1]) is not None:
             what, pages, num_tokens = asked
             if what == "idle":
-                self.side.pipe.send(self.idle())
+                self.session.exchange(self.idle())
                 continue
             server = self.servers.get(what)
             if server is None:
@@ -106,7 +108,7 @@ class Prefill:
                 server = self.servers[what] = KVCacheServer(self.connection, cache, lease=600.0)
             offer = server.offer("bench", pages, num_tokens)
             self.offers = [one for one in self.offers if not one.released] + [offer]
-            self.side.pipe.send(offer.ticket)
+            self.session.exchange(offer.ticket)
 
     def idle(self) -> float:
         """Share of a core that this process uses while pages are on offer and nobody comes."""
@@ -122,13 +124,14 @@ class Decode:
     """Rank 1: pulls and measures."""
 
     def __init__(
-        self, side: Side, connection: Connection, buffer: torch.Tensor, raw: RawPages
+        self, session: Session, connection: Connection, buffer: torch.Tensor, raw: RawPages
     ) -> None:
-        self.side, self.connection, self.buffer, self.raw = side, connection, buffer, raw
+        self.session, self.connection, self.buffer, self.raw = session, connection, buffer, raw
+        self.rows: list[Row] = []
 
     def ask(self, what: object, pages: Sequence[int] = (), num_tokens: int = 0) -> Any:
-        self.side.pipe.send((what, list(pages), num_tokens))
-        return self.side.pipe.recv()
+        self.session.exchange((what, list(pages), num_tokens))
+        return self.session.exchange(None)[0]
 
     def pull(
         self, client: KVCacheClient, what: object, src: Sequence[int], dst: Any, num_tokens: int
@@ -152,18 +155,18 @@ class Decode:
         line = np.arange(count)
         ours32, theirs32 = dst.astype(np.int32), src.astype(np.int32)
         tokens = count * TOKENS
-        figures = interleave(
+        figures = alternate(
             {
                 "ours": lambda: self.pull(client, page_nbytes, src.tolist(), dst, tokens),
                 "raw": lambda: timed(lambda: self.raw.read_rows(lists, ours32, theirs32)),
                 "line": lambda: self.pull(client, page_nbytes, line.tolist(), line, tokens),
-                "piece": lambda: timed(lambda: self.raw.move(False, count * page_nbytes)),
+                "piece": lambda: timed(lambda: self.raw.move(False, count * page_nbytes, b"")),
             },
             ROUNDS,
         )
         middle = {name: median(seconds[2:]) * 1e3 for name, seconds in figures.items()}
         name = f"{count} pages of {page_nbytes >> 10} KiB"
-        self.side.rows += [
+        self.rows += [
             Row(
                 f"{name}, scattered",
                 middle["ours"],
@@ -197,7 +200,7 @@ class Decode:
         dst = rng.permutation(layout.num_pages)[: PROMPT // TOKENS]
         tables = np.arange(LAYERS * 2)[:, None] * layout.num_pages
         ours32, theirs32 = ((tables + ids).reshape(-1).astype(np.int32) for ids in (dst, src))
-        figures = interleave(
+        figures = alternate(
             {
                 "ours": lambda: self.pull(client, "smollm", src.tolist(), dst, PROMPT),
                 "raw": lambda: timed(lambda: self.raw.read_rows(lists, ours32, theirs32)),
@@ -205,7 +208,7 @@ class Decode:
             60,
         )
         ours, bare = (median(figures[name][5:]) * 1e3 for name in ("ours", "raw"))
-        self.side.rows += [
+        self.rows += [
             Row(
                 "128 tokens of SmolLM2 (2.95 MB, 480 spans)",
                 ours,
@@ -227,7 +230,7 @@ class Decode:
             seconds.append(self.pull(client, "smollm", [1], [1], TOKENS))
             client.close()
             connection.close()
-        self.side.rows.append(
+        self.rows.append(
             Row("first contact: ticket to the first page", median(seconds) * 1e3, "ms", 50)
         )
 
@@ -248,7 +251,7 @@ class Decode:
                 seconds.append(time.perf_counter() - started)
                 time.sleep(0.0002)
             fetch.wait()
-        self.side.rows.append(
+        self.rows.append(
             Row(
                 "p99 of 1,000 polls while 256 MiB of pages move",
                 percentile(seconds[:1000], 0.99) * 1e3,
@@ -274,13 +277,13 @@ class Decode:
             assert plan.num_spans == 200_000
             for _ in plan.pieces(regions, regions, max_bytes=8 << 20, max_spans=512):
                 pass
-        self.side.rows.append(Row("100,000 pages planned", median(best) * 1e3, "ms", 50))
+        self.rows.append(Row("100,000 pages planned", median(best) * 1e3, "ms", 50))
 
     def idle(self) -> None:
         """The other side's share of a core while it holds 100 offers."""
         for page in range(100):
             self.ask(4 << 10, [page], TOKENS)
-        self.side.rows.append(
+        self.rows.append(
             Row("server, idle, 100 requests' pages held", self.ask("idle"), "% of a core", 2.0)
         )
 
@@ -291,22 +294,18 @@ def timed(run: Any) -> float:
     return time.perf_counter() - started
 
 
-def body(side: Side) -> None:
-    os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
+def body(session: Session) -> Rows:
     buffer = torch.zeros(BUFFER, dtype=torch.uint8)
-    raw = RawPages(f"raw{side.rank}", buffer)
-    raw.meet(side)
-    connection = Connection.open(f"ours{side.rank}")
+    raw = RawPages(session, buffer)
+    connection = Connection.open(f"ours{session.rank}")
     # First contact of the raw agents takes both.
-    if side.rank == 0:
-        side.wait_while(lambda: raw.agent.getNotifs({}, []))
+    if session.rank == 0:
+        session.wait_while(raw.poll)
+        Prefill(session, connection, buffer).serve()
     else:
-        raw.move(False, 4096)
-        side.pipe.send(None)
-    if side.rank == 0:
-        Prefill(side, connection, buffer).serve()
-    else:
-        decode = Decode(side, connection, buffer, raw)
+        raw.move(False, 4096, b"")
+        session.barrier()
+        decode = Decode(session, connection, buffer, raw)
         for page_nbytes, count in SIZES:
             decode.pages(page_nbytes, count)
         decode.prompt()
@@ -314,10 +313,10 @@ def body(side: Side) -> None:
         decode.polls()
         decode.planning()
         decode.idle()
-        side.pipe.send(None)
+        session.exchange(None)
+        yield from decode.rows
     connection.close()
 
 
 if __name__ == "__main__":
-    options = arguments(__doc__ or "")
-    report("KV handoff against raw NIXL", run_pair(body, 300), options.json)
+    main("KV handoff against raw NIXL", body, __doc__ or "")

@@ -2,24 +2,24 @@
 
     python benchmarks/progress.py [--json FILE]
 
-Two processes on one host. For NIXL's thread off, and on with a delay of 1 ms and of 10 ms:
+Two ranks on one host. For NIXL's thread off, and on with a delay of 1 ms and of 10 ms:
 latency of an 8-byte message, bandwidth of a 64 MiB READ, CPU time when idle, and how long a peer
 waits for a target that holds the GIL for two seconds without a pause.
 """
 
 from __future__ import annotations
 
-import functools
 import os
 import time
-from collections.abc import Callable
+from statistics import median
 
 import torch
 from engine import HUGE, LARGE, TEST_FRAME, OurAgent, cpu_seconds
-from pair import Side, arguments, median, percentile, run_pair, write_json
-from rich.console import Console
-from rich.table import Table
+from rows import Row, Rows, be_a_rank, from_ranks, parser, renamed, show
 
+from torch_nixl.bench.launch import is_rank
+from torch_nixl.bench.report import percentile
+from torch_nixl.bench.session import Session
 from torch_nixl.engine.adapter import Direction
 from torch_nixl.engine.memory import tensor_memory
 from torch_nixl.engine.offer import Offer
@@ -27,6 +27,8 @@ from torch_nixl.engine.offer import Offer
 ROUNDS = 3000
 IDLE_SECONDS = 5
 GIL_SECONDS = 2.0
+DELAY = "TORCH_NIXL_BENCH_DELAY"
+"""Seconds between polls of NIXL's thread; empty for no thread."""
 
 
 def hold_the_gil(seconds: float) -> None:
@@ -37,7 +39,7 @@ def hold_the_gil(seconds: float) -> None:
     sum(range(int(rate * seconds)))
 
 
-def latency(side: Side, ours: OurAgent) -> tuple[float, float]:
+def latency(session: Session, ours: OurAgent) -> tuple[float, float]:
     """8-byte messages there and back, half a round trip: p50 and p99."""
     assert ours.remote is not None
     connection, remote = ours.connection, ours.remote
@@ -46,11 +48,11 @@ def latency(side: Side, ours: OurAgent) -> tuple[float, float]:
         frame = connection.codec.pack_raw(TEST_FRAME, bytes(8), to=remote.name)
         connection.contacts.send_raw(remote, frame)
 
-    side.exchange(None)
+    session.barrier()
     seconds = []
     for _ in range(ROUNDS):
         started = time.perf_counter()
-        if side.rank == 0:
+        if session.rank == 0:
             send()
             ours.wait_message()
         else:
@@ -60,43 +62,42 @@ def latency(side: Side, ours: OurAgent) -> tuple[float, float]:
     return percentile(seconds[100:], 0.5) * 1e6, percentile(seconds[100:], 0.99) * 1e6
 
 
-def bandwidth(side: Side, ours: OurAgent) -> float:
+def bandwidth(session: Session, ours: OurAgent) -> float:
     """A 64 MiB READ while the other side waits, and so polls, too."""
-    side.exchange(None)
-    if side.rank == 1:
-        side.wait_while(ours.connection.progress.step)
+    session.barrier()
+    if session.rank == 1:
+        session.wait_while(ours.connection.progress.step)
         return 0.0
     figures = []
     for _ in range(15):
         started = time.perf_counter()
         ours.move(Direction.READ, LARGE)
         figures.append(LARGE / (time.perf_counter() - started) / 1e9)
-    side.pipe.send(None)
+    session.barrier()
     return median(figures)
 
 
-def idle(side: Side) -> float:
-    side.exchange(None)
+def idle(session: Session) -> float:
+    session.barrier()
     before = cpu_seconds()
     time.sleep(IDLE_SECONDS)
     return (cpu_seconds() - before) / IDLE_SECONDS * 100
 
 
-def wait_for_a_busy_target(side: Side, ours: OurAgent) -> float:
+def wait_for_a_busy_target(session: Session, ours: OurAgent) -> float:
     """How long a claimed READ of 1 MiB takes if its owner holds the GIL from before it is claimed.
 
     The grant takes the owner's Python in any case; the bytes over TCP take its progress.
     """
     connection = ours.connection
     data = torch.zeros(1 << 20, dtype=torch.uint8)
-    if side.rank == 1:
+    if session.rank == 1:
         exposed = connection.expose(Direction.READ, [tensor_memory(data)])
-        side.exchange(exposed.offer().pack(key=None))
+        session.exchange(exposed.offer().pack(key=None))
         hold_the_gil(GIL_SECONDS)
         exposed.wait()
         return 0.0
-    packed = side.exchange(None)
-    assert isinstance(packed, bytes)
+    packed = session.exchange(None)[1]
     offer = Offer.unpack(packed, key=None, parse_metadata=connection.adapter.inspect)
     time.sleep(0.2)
     started = time.perf_counter()
@@ -104,67 +105,54 @@ def wait_for_a_busy_target(side: Side, ours: OurAgent) -> float:
     return time.perf_counter() - started
 
 
-def one_sided_write_to_a_busy_target(side: Side, ours: OurAgent) -> float:
+def one_sided_write_to_a_busy_target(session: Session, ours: OurAgent) -> float:
     """How long a 1 MiB WRITE that was granted before takes if its target holds the GIL."""
-    side.exchange(None)
-    if side.rank == 1:
+    session.barrier()
+    if session.rank == 1:
         hold_the_gil(GIL_SECONDS)
-        side.exchange(None)
+        session.barrier()
         return 0.0
     time.sleep(0.2)
     started = time.perf_counter()
     ours.move(Direction.WRITE, 1 << 20)
     seconds = time.perf_counter() - started
-    side.exchange(None)
+    session.barrier()
     return seconds
 
 
-def body(delay: float | None, side: Side) -> None:
-    os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
+def body(session: Session) -> Rows:
+    delay = float(os.environ[DELAY]) if os.environ[DELAY] else None
     buffer = torch.zeros(HUGE, dtype=torch.uint8)
-    ours = OurAgent(f"ours{side.rank}", buffer, progress_thread=delay)
-    ours.meet(side)
-    p50, p99 = latency(side, ours)
-    gbytes = bandwidth(side, ours)
-    cpu = idle(side)
-    write = one_sided_write_to_a_busy_target(side, ours)
-    read = wait_for_a_busy_target(side, ours)
-    if side.rank == 0:
-        side.figures = [p50, p99, gbytes, cpu, write * 1e3, read * 1e3]
-    side.exchange(None)
+    ours = OurAgent(f"ours{session.rank}", buffer, progress_thread=delay)
+    ours.meet(session)
+    p50, p99 = latency(session, ours)
+    gbytes = bandwidth(session, ours)
+    cpu = idle(session)
+    write = one_sided_write_to_a_busy_target(session, ours)
+    read = wait_for_a_busy_target(session, ours)
+    if session.rank == 0:
+        yield Row("8 B, p50", p50, "us", None)
+        yield Row("8 B, p99", p99, "us", None)
+        yield Row("64 MiB READ", gbytes, "GB/s", None)
+        yield Row("idle", cpu, "% of a core", None)
+        yield Row("granted WRITE, target holds the GIL", write * 1e3, "ms", None)
+        yield Row("claimed READ, target holds the GIL", read * 1e3, "ms", None)
+    session.barrier()
     ours.connection.close()
 
 
-COLUMNS: dict[str, str] = {
-    "8 B, p50": "us",
-    "8 B, p99": "us",
-    "64 MiB READ": "GB/s",
-    "idle": "% of a core",
-    "granted WRITE, target holds the GIL": "ms",
-    "claimed READ, target holds the GIL": "ms",
-}
-
-
 def main() -> None:
-    options = arguments(__doc__ or "")
-    table = Table(title=f"NIXL's progress thread (load average {os.getloadavg()[0]:.1f})")
-    for column in ("path", "NIXL's thread", *(f"{k} ({v})" for k, v in COLUMNS.items())):
-        table.add_column(column, justify="right")
-    results = []
-    for path, transports in (("cma", None), ("tcp", "tcp,self")):
-        if transports is not None:
-            os.environ["UCX_TLS"] = transports
-        for delay in (None, 0.001, 0.010):
-            run: Callable[[Side], None] = functools.partial(body, delay)
-            figures = run_pair(run, 120)[0].figures
-            name = "off" if delay is None else f"{delay * 1e3:.0f} ms"
-            table.add_row(path, name, *(f"{figure:.3g}" for figure in figures))
-            results.append(
-                {"path": path, "thread": name, **dict(zip(COLUMNS, figures, strict=True))}
-            )
-    Console(width=160).print(table)
-    write_json(options.json, {"rows": results})
+    options = parser(__doc__ or "").parse_args()
+    found: list[Row] = []
+    for path, transports in (("cma", {}), ("tcp", {"UCX_TLS": "tcp,self"})):
+        for name, delay in (("off", ""), ("1 ms", "0.001"), ("10 ms", "0.010")):
+            measured = from_ranks(__file__, environment={DELAY: delay, **transports})
+            found += [renamed(one, f"{path}, NIXL's thread {name}: ") for one in measured]
+    show("NIXL's progress thread", found, options.json)
 
 
 if __name__ == "__main__":
-    main()
+    if is_rank():
+        be_a_rank(body)
+    else:
+        main()

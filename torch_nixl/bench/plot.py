@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_nixl.bench.report import OURS, Report
-from torch_nixl.bench.session import size_name
+from torch_nixl.bench.sizes import size_name
 
 SUFFIXES = (".png", ".svg", ".html")
 
@@ -30,13 +30,17 @@ def plot(report: Report, path: Path) -> None:
         path: A ``.png``, ``.svg`` or ``.html`` file.
 
     Raises:
-        ValueError: It has another suffix.
+        ValueError: It has another suffix, or nothing that was measured has a size.
     """
     check_path(path)
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter
 
-    whats = list(dict.fromkeys(one.what for one in report.measurements))
+    # What moves nothing has no place on an axis of sizes.
+    moved = [one for one in report.measurements if one.nbytes]
+    whats = list(dict.fromkeys(one.what for one in moved))
+    if not whats:
+        raise ValueError("nothing to draw: no measurement has a size")
     figure = Figure(figsize=(11, 4.2 * len(whats)), layout="constrained")
     axes = figure.subplots(len(whats), 2, squeeze=False)
     machine = report.machine
@@ -46,10 +50,13 @@ def plot(report: Report, path: Path) -> None:
         fontsize=10,
     )
     for row, what in zip(axes, whats, strict=True):
-        measurements = [one for one in report.measurements if one.what == what]
+        measurements = [one for one in moved if one.what == what]
         names = list(dict.fromkeys(name for one in measurements for name in one.seconds))
         for name in names:
-            points = sorted((one.nbytes, one) for one in measurements if name in one.seconds)
+            points = sorted(
+                ((one.nbytes, one) for one in measurements if name in one.seconds),
+                key=lambda point: point[0],
+            )
             sizes = [nbytes for nbytes, _ in points]
             width = 2.2 if name == OURS else 1.3
             row[0].plot(

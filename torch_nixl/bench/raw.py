@@ -16,7 +16,9 @@ NAME = "raw NIXL"
 class RawAgent:
     """One agent with one registered buffer, which another rank reads and writes.
 
-    It knows no shapes and no matching, and is polled by the thread that waits.
+    It knows no shapes and no matching, and is polled by the thread that waits. Its lock mode is
+    RW and NIXL's progress thread is off, as in a Connection. The first two ranks meet; further
+    ones only take part in making it.
     """
 
     def __init__(self, session: Session, buffer: torch.Tensor) -> None:
@@ -27,49 +29,55 @@ class RawAgent:
         self._agent = self._nixl.nixlAgent(f"raw{session.rank}", config)
         self._agent.createBackend("UCX", {})
         self._segment = self._nixl.DRAM_SEG if buffer.is_cpu else self._nixl.VRAM_SEG
-        self._device = 0 if buffer.is_cpu else buffer.device.index
-        self._address = buffer.data_ptr()
-        row = (self._address, buffer.nbytes, self._device, "")
+        device = 0 if buffer.is_cpu else buffer.device.index
+        self._here = (buffer.data_ptr(), device)
+        self._buffer = buffer
+        row = (buffer.data_ptr(), buffer.nbytes, device, "")
         self._agent.registerMem(self._nixl.nixlRegDList(self._segment, [row]), [])
         self._num_waiting = 0
-        other = 1 - session.rank
-        communicator = session.communicator
-        mine = torch.frombuffer(bytearray(self._agent.getLocalMD()), dtype=torch.uint8)
-        work = communicator.isend(mine, other)
-        theirs = communicator.recv(other)
-        work.wait()
-        self._peer = self._agent.loadRemoteMD(theirs.numpy().tobytes()).decode()
-        place = torch.tensor([self._address, self._device])
-        work = communicator.isend(place, other)
-        self._there = communicator.recv(other).tolist()
-        work.wait()
+        ends = session.exchange((bytes(self._agent.getLocalMD()), self._here))
+        if session.rank < 2:
+            metadata, self._there = ends[1 - session.rank]
+            self._peer = self._agent.loadRemoteMD(metadata).decode()
 
     def notify(self, message: bytes) -> None:
         """Send a message."""
         self._agent.genNotif(self._peer, message, [])
 
+    def poll(self) -> None:
+        """Take in what has arrived."""
+        for messages in self._agent.getNotifs({}, []).values():
+            self._num_waiting += len(messages)
+
     def await_message(self) -> None:
-        """Wait for one."""
+        """Wait for a message."""
         while not self._num_waiting:
-            for messages in self._agent.getNotifs({}, []).values():
-                self._num_waiting += len(messages)
+            self.poll()
         self._num_waiting -= 1
 
-    def read(self, nbytes: int, message: bytes) -> None:
-        """Read from the other's buffer into ours, then send a message."""
-        handle: Any = self._agent.createXferReq(
-            self._nixl.NIXL_READ,
-            self._place(self._address, nbytes, self._device),
-            self._place(self._there[0], nbytes, self._there[1]),
+    def prepare(self, write: bool, nbytes: int, message: bytes) -> Any:
+        """Make a request to write to the other's buffer, or to read from it, and tell it so."""
+        return self._agent.createXferReq(
+            self._nixl.NIXL_WRITE if write else self._nixl.NIXL_READ,
+            self._place(self._here, nbytes),
+            self._place(self._there, nbytes),
             self._peer,
             message,
             [],
         )
-        state = self._agent.postXferReq(handle, message)
-        while state == self._nixl.NIXL_IN_PROG:
-            state = self._agent.getXferStatus(handle)
-        self._agent.releaseXferReq(handle)
 
-    def _place(self, address: int, nbytes: int, device: int) -> Any:
-        row = np.array([[address, nbytes, device]], dtype=np.uint64)
+    def run(self, request: Any, message: bytes) -> None:
+        """Post a request and wait until it is done."""
+        state = self._agent.postXferReq(request, message)
+        while state == self._nixl.NIXL_IN_PROG:
+            state = self._agent.getXferStatus(request)
+
+    def move(self, write: bool, nbytes: int, message: bytes) -> None:
+        """Make a request, run it and release it."""
+        request = self.prepare(write, nbytes, message)
+        self.run(request, message)
+        self._agent.releaseXferReq(request)
+
+    def _place(self, end: tuple[int, int], nbytes: int) -> Any:
+        row = np.array([[end[0], nbytes, end[1]]], dtype=np.uint64)
         return self._nixl.nixlXferDList(self._segment, row)

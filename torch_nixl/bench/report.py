@@ -6,10 +6,11 @@ import os
 import platform
 import statistics
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, model_validator
 
 from torch_nixl import __version__
 
@@ -46,18 +47,34 @@ class Measurement(_Value):
 
     Attributes:
         what: What was done.
-        nbytes: The message's size.
-        seconds: For each contestant the time that it took once, one for each round. Rounds of
-            contestants alternate, so that noise meets all of them.
+        nbytes: The message's size; 0 where nothing was moved.
+        seconds: For each contestant the time that it took once, one for each round: the median of
+            the round, on the slowest rank. Rounds of contestants alternate, so that noise meets
+            all of them.
+        p99: The same of the 99th percentile of each round, for contestants that ran often enough.
     """
 
     what: str
     nbytes: int
     seconds: dict[str, list[float]]
+    p99: dict[str, list[float]] = {}
+
+    @model_validator(mode="after")
+    def _check(self) -> Measurement:
+        numbers = {len(rounds) for rounds in (*self.seconds.values(), *self.p99.values())}
+        if OURS not in self.seconds or len(numbers) != 1 or 0 in numbers:
+            raise ValueError(f"{self.what}: expected {OURS}, and as many rounds of each")
+        if any(not 0 < second < float("inf") for one in self.seconds.values() for second in one):
+            raise ValueError(f"{self.what}: expected positive times")
+        return self
 
     def median(self, name: str) -> float:
         """Seconds of a contestant."""
         return statistics.median(self.seconds[name])
+
+    def tail(self, name: str) -> float | None:
+        """Seconds below which a contestant stayed in 99 of 100 runs, if it ran often enough."""
+        return statistics.median(self.p99[name]) if name in self.p99 else None
 
     def bandwidth(self, name: str) -> float:
         """GB/s of a contestant, in units of 10^9."""
@@ -86,13 +103,23 @@ class Machine(_Value):
 
 
 class Report(_Value):
-    """Everything that one run measured."""
+    """Everything that one run measured.
+
+    Attributes:
+        suite: Which suite ran.
+        ranks: On how many ranks.
+        device: Where tensors lay.
+        machine: Rank 0's.
+        measurements: Each pair of `what` and `nbytes` once.
+        missing: Rivals that took no part though nobody left them out, with the reason.
+    """
 
     suite: str
     ranks: int
     device: str
     machine: Machine
     measurements: list[Measurement]
+    missing: dict[str, str] = {}
 
     def save(self, path: Path) -> None:
         """Write it as JSON."""
@@ -112,10 +139,7 @@ class Report(_Value):
 def compare(name: str, ours: list[float], theirs: list[float]) -> Comparison:
     """Compare two contestants whose rounds alternated, each round with its neighbour."""
     ratios = [mine / other for mine, other in zip(ours, theirs, strict=True)]
-    if len(ratios) == 1:
-        low = high = ratios[0]
-    else:
-        low, _, high = statistics.quantiles(ratios, n=4, method="inclusive")
+    low, high = _quartiles(ratios)
     verdict: Verdict = "win" if high < 1 else "loss" if low > 1 else "even"
     return Comparison(
         rival=name, ratio=statistics.median(ratios), low=low, high=high, verdict=verdict
@@ -152,13 +176,17 @@ class Change(_Value):
         nbytes: At which size.
         before: Seconds in the first run.
         after: Seconds in the second.
-        verdict: ``"slower"`` or ``"faster"`` only if the quartiles of the two runs don't overlap.
+        rivals: By what factor the rivals changed, the median of them: what the machine did to all.
+            None if no rival took part in both runs.
+        verdict: ``"slower"`` or ``"faster"`` only if both runs have three rounds or more and
+            their quartiles don't overlap.
     """
 
     what: str
     nbytes: int
     before: float
     after: float
+    rivals: float | None
     verdict: Literal["slower", "faster", "same"]
 
 
@@ -166,32 +194,64 @@ def changes(before: Report, after: Report) -> list[Change]:
     """Compare our own figures in two runs.
 
     Raises:
-        ValueError: They have nothing in common.
+        ValueError: They measured different things, or have nothing in common.
     """
-    old = {(one.what, one.nbytes): one.seconds[OURS] for one in before.measurements}
+    for name in ("suite", "ranks", "device"):
+        first, second = getattr(before, name), getattr(after, name)
+        if first != second:
+            raise ValueError(f"the two reports differ in {name}: {first} and {second}")
+    old = {(one.what, one.nbytes): one for one in before.measurements}
+    found = [
+        _change(old[one.what, one.nbytes], one)
+        for one in after.measurements
+        if (one.what, one.nbytes) in old
+    ]
+    if not found:
+        raise ValueError("the two reports have no measurement in common")
+    return found
+
+
+def differences(before: Report, after: Report) -> list[str]:
+    """What makes a comparison of two runs weaker, in sentences."""
     found = []
-    for one in after.measurements:
-        earlier = old.get((one.what, one.nbytes))
-        if earlier is None:
-            continue
-        later = one.seconds[OURS]
-        verdict: Literal["slower", "faster", "same"] = "same"
+    for name in ("cores", "arch", "python", "torch", "nixl"):
+        first, second = getattr(before.machine, name), getattr(after.machine, name)
+        if first != second:
+            found.append(f"{name}: {first} before, {second} after")
+    names = [{(one.what, one.nbytes) for one in report.measurements} for report in (before, after)]
+    for word, only in (("before", names[0] - names[1]), ("after", names[1] - names[0])):
+        if only:
+            found.append(f"measured only {word}: {len(only)}, such as {min(only)[0]}")
+    return found
+
+
+def _change(before: Measurement, after: Measurement) -> Change:
+    earlier, later = before.seconds[OURS], after.seconds[OURS]
+    verdict: Literal["slower", "faster", "same"] = "same"
+    if min(len(earlier), len(later)) >= 3:
         if _quartiles(later)[0] > _quartiles(earlier)[1]:
             verdict = "slower"
         elif _quartiles(later)[1] < _quartiles(earlier)[0]:
             verdict = "faster"
-        found.append(
-            Change(
-                what=one.what,
-                nbytes=one.nbytes,
-                before=statistics.median(earlier),
-                after=statistics.median(later),
-                verdict=verdict,
-            )
-        )
-    if not found:
-        raise ValueError("the two reports have no measurement in common")
-    return found
+    rivals = [
+        after.median(name) / before.median(name)
+        for name in after.seconds
+        if name != OURS and name in before.seconds
+    ]
+    return Change(
+        what=after.what,
+        nbytes=after.nbytes,
+        before=before.median(OURS),
+        after=after.median(OURS),
+        rivals=statistics.median(rivals) if rivals else None,
+        verdict=verdict,
+    )
+
+
+def percentile(seconds: Sequence[float], share: float) -> float:
+    """The value below which `share` of all lie."""
+    ordered = sorted(seconds)
+    return ordered[min(len(ordered) - 1, int(len(ordered) * share))]
 
 
 def _quartiles(seconds: list[float]) -> tuple[float, float]:

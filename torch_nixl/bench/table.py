@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from torch_nixl.bench.report import OURS, Change, Measurement, Report
-from torch_nixl.bench.session import size_name
+from torch_nixl.bench.sizes import size_name, time_name
 
 _STYLES = {
     "win": "green",
@@ -27,10 +27,10 @@ def show(report: Report, console: Console) -> None:
         title=f"{report.suite}: {report.ranks} ranks on {machine.cores} cores ({machine.arch}), "
         f"{report.device}, load average {machine.load:.1f}",
         caption="ratio: our time / the rival's, median of the rounds and (quartiles); below 1 we "
-        "are faster",
+        "are faster. Times: median, and the 99th percentile where a round has enough runs",
     )
-    rivals = list(dict.fromkeys(name for one in report.measurements for name in one.seconds))
-    rivals.remove(OURS)
+    names = dict.fromkeys(name for one in report.measurements for name in one.seconds)
+    rivals = [name for name in names if name != OURS]
     table.add_column("")
     table.add_column("size", justify="right")
     table.add_column(OURS, justify="right")
@@ -39,7 +39,8 @@ def show(report: Report, console: Console) -> None:
         table.add_column("ratio", justify="right")
     for one in report.measurements:
         compared = {comparison.rival: comparison for comparison in one.comparisons()}
-        row = [one.what, size_name(one.nbytes), figure(one, OURS)]
+        size = size_name(one.nbytes) if one.nbytes else ""
+        row = [one.what, size, figure(one, OURS)]
         for name in rivals:
             comparison = compared.get(name)
             if comparison is None:
@@ -53,37 +54,37 @@ def show(report: Report, console: Console) -> None:
             )
         table.add_row(*row)
     console.print(table)
+    for name, reason in report.missing.items():
+        console.print(f"without {name}: {reason}", markup=False)
 
 
 def figure(measurement: Measurement, name: str) -> str:
     """A contestant's figure, as time or bandwidth."""
     if measurement.nbytes >= _FROM_BANDWIDTH:
         return f"{measurement.bandwidth(name):.2f} GB/s"
-    return time_name(measurement.median(name))
-
-
-def time_name(seconds: float) -> str:
-    """Seconds for people: ``"17.4 us"``."""
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds * 1e6:.3g} us"
+    tail = measurement.tail(name)
+    middle = time_name(measurement.median(name))
+    return middle if tail is None else f"{middle}, p99 {time_name(tail)}"
 
 
 def show_changes(changes: list[Change], console: Console) -> None:
     """Print what got slower or faster between two runs."""
-    table = Table(caption="slower, faster: the quartiles of the two runs don't overlap")
-    for column in ("", "size", "before", "after", "after / before", ""):
+    table = Table(
+        caption="slower, faster: the quartiles of the two runs don't overlap, of three rounds or "
+        "more. Rivals: how they changed, and with them the machine"
+    )
+    for column in ("", "size", "before", "after", "after / before", "rivals", ""):
         table.add_column(column, justify="left" if not column else "right")
     for one in changes:
         style = _STYLES[one.verdict]
         verdict = f"[{style}]{one.verdict}[/]" if style else one.verdict
         table.add_row(
             one.what,
-            size_name(one.nbytes),
+            size_name(one.nbytes) if one.nbytes else "",
             time_name(one.before),
             time_name(one.after),
             f"{one.after / one.before:.2f}",
+            "" if one.rivals is None else f"{one.rivals:.2f}",
             verdict,
         )
     console.print(table)

@@ -4,32 +4,40 @@ from __future__ import annotations
 
 import contextlib
 import os
-import runpy
+import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 if TYPE_CHECKING:
-    from torch_nixl.bench.session import Suite
+    from torch_nixl.bench.session import Announce
 
 app = typer.Typer(
     help="Measure torch_nixl and its rivals side by side, on this machine or under torchrun.",
     no_args_is_help=True,
 )
 
-_Ranks = Annotated[int, typer.Option(help="Ranks to start here; torchrun decides under torchrun.")]
+_Ranks = Annotated[
+    int,
+    typer.Option(min=2, help="Ranks to start here; where a launcher started them, it decides."),
+]
 _Sizes = Annotated[
     str, typer.Option(help="Message sizes, with commas, as 8,64k,1MiB. The suite's by default.")
 ]
 _Rounds = Annotated[int, typer.Option(min=1, help="Rounds; contestants take turns in each.")]
 _Device = Annotated[str, typer.Option(help="Where tensors lie: cpu or cuda.")]
+_Only = Annotated[
+    list[str], typer.Option("--only", help="A word; run what has it in its name. Repeatable.")
+]
 _Without = Annotated[
     list[str], typer.Option("--without", help="A rival to leave out, by its name. Repeatable.")
 ]
+_Pin = Annotated[bool, typer.Option("--pin", help="Keep each rank on one core.")]
 _Json = Annotated[
     Path | None, typer.Option("--json", help="Write all figures there.", dir_okay=False)
 ]
@@ -37,22 +45,52 @@ _Plot = Annotated[
     Path | None,
     typer.Option("--plot", help="Draw them there: .png, .svg or .html.", dir_okay=False),
 ]
+_Dynamo = Annotated[
+    str, typer.Option(help="A Python that has ai-dynamo-runtime; this one by default.")
+]
+
+
+def _add(name: str, description: str) -> None:
+    """Add a command that runs a suite which needs nothing but the common options."""
+
+    @app.command(name, help=description)
+    def command(
+        ranks: _Ranks = 2,
+        sizes: _Sizes = "",
+        rounds: _Rounds = 7,
+        device: _Device = "cpu",
+        only: _Only = [],  # noqa: B006 - typer copies it
+        without: _Without = [],  # noqa: B006
+        pin: _Pin = False,
+        json: _Json = None,
+        plot: _Plot = None,
+    ) -> None:
+        _run(name, ranks, sizes, rounds, device, only, without, pin, json, plot)
+
+
+_add(
+    "p2p",
+    "Two ranks: round trips, channels, a tree, message rate and calls, against Gloo or NCCL and "
+    "bare NIXL.",
+)
+_add("collectives", "All ranks: each collective against Gloo's or NCCL's.")
+_add("metrics", "What metrics, traces and spans cost: a round trip with each of them on and off.")
 
 
 @app.command()
-def p2p(
+def connect(
     ranks: _Ranks = 2,
     sizes: _Sizes = "",
     rounds: _Rounds = 7,
-    device: _Device = "cpu",
-    without: _Without = [],  # noqa: B006 - typer copies it
+    only: _Only = [],  # noqa: B006
+    without: _Without = [],  # noqa: B006
+    dynamo: _Dynamo = "",
+    pin: _Pin = False,
     json: _Json = None,
     plot: _Plot = None,
 ) -> None:
-    """Half a round trip between two ranks, against Gloo or NCCL and bare NIXL."""
-    from torch_nixl.bench.p2p import SIZES, suite
-
-    _run("p2p", suite, SIZES, ranks, sizes, rounds, device, without, json, plot)
+    """Two ranks: a read through torch_nixl.connect, against dynamo's nixl_connect, bare NIXL."""
+    _run("connect", ranks, sizes, rounds, "cpu", only, without, pin, json, plot, dynamo)
 
 
 @app.command()
@@ -61,7 +99,7 @@ def compare(
     after: Annotated[Path, typer.Argument(help="What a later one wrote.")],
 ) -> None:
     """Tell what got slower between two runs. Exit status 1 if anything did."""
-    from torch_nixl.bench.report import Report, changes
+    from torch_nixl.bench.report import Report, changes, differences
     from torch_nixl.bench.table import show_changes
 
     reports = []
@@ -74,61 +112,125 @@ def compare(
         found = changes(*reports)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    show_changes(found, Console(highlight=False))
+    console = Console(highlight=False)
+    show_changes(found, console)
+    for sentence in differences(*reports):
+        console.print(sentence, markup=False)
     raise typer.Exit(any(change.verdict == "slower" for change in found))
 
 
 def _run(
     name: str,
-    suite: Suite,
-    default_sizes: tuple[int, ...],
     ranks: int,
     sizes: str,
     rounds: int,
     device: str,
+    only: list[str],
     without: list[str],
+    pin: bool,
     json: Path | None,
     plot_to: Path | None,
+    dynamo: str = "",
 ) -> None:
     """Start ranks that run this same command, or be one of them."""
+    from torch_nixl.bench.launch import RanksFailed, is_rank, start_ranks
     from torch_nixl.bench.plot import check_path, plot
-    from torch_nixl.bench.session import Options, is_rank, parse_size, run_suite
-    from torch_nixl.bench.table import show
+    from torch_nixl.bench.sizes import parse_size
 
     try:
-        chosen = tuple(sorted(map(parse_size, sizes.split(",")))) if sizes else default_sizes
+        chosen = tuple(sorted({parse_size(size) for size in sizes.split(",")})) if sizes else ()
         if plot_to is not None:
             check_path(plot_to)
+        if dynamo and shutil.which(dynamo) is None:
+            raise ValueError(f"{dynamo} is no program that can be run")
+        for path in (json, plot_to):
+            _check_writable(path)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     if not is_rank():
-        _start_ranks(ranks)
+        try:
+            start_ranks(ranks, ["-m", "torch_nixl.cli.main", *sys.argv[1:]])
+        except RanksFailed as error:
+            _fail(str(error))
         return
-    options = Options(chosen, rounds, device, frozenset(without))
-    with _announcer(name) as announce:
-        report = run_suite(name, suite, options, announce)
+    if int(os.environ["WORLD_SIZE"]) < 2:
+        _fail("a benchmark takes two ranks or more: torchrun --nproc-per-node=2, or --ranks 2")
+
+    from torch_nixl.bench.session import Options, run_suite
+    from torch_nixl.bench.suites import find
+    from torch_nixl.bench.table import show
+
+    suite, default_sizes = find(name)
+    options = Options(
+        chosen or default_sizes,
+        rounds,
+        device,
+        frozenset(without),
+        only=tuple(only),
+        pin=pin,
+        dynamo=dynamo,
+    )
+    rank = int(os.environ["RANK"])
+    try:
+        with _announcer(name, rank) as announce:
+            report = run_suite(name, suite, options, announce)
+    except (RuntimeError, ValueError) as error:
+        _fail(f"rank {rank}: {_sentence(error)}")
     if report is None:
         return
-    show(report, Console(highlight=False, width=None if sys.stdout.isatty() else 140))
+    show(report, Console(highlight=False, width=None if sys.stdout.isatty() else 160))
     if json is not None:
         report.save(json)
         typer.echo(f"figures: {json}")
     if plot_to is not None:
-        plot(report, plot_to)
+        try:
+            plot(report, plot_to)
+        except ValueError as error:
+            _fail(str(error))
         typer.echo(f"plot: {plot_to}")
 
 
-def _start_ranks(ranks: int) -> None:
-    """Become torchrun, which runs this command on each rank."""
-    from torch_nixl.bench.session import torchrun_command
+def _check_writable(path: Path | None) -> None:
+    """Before minutes of measuring, not after."""
+    if path is not None and not path.absolute().parent.is_dir():
+        raise ValueError(f"{path}: there is no directory {path.absolute().parent}")
 
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    sys.argv = torchrun_command(ranks, sys.argv[1:])
-    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+
+def _sentence(error: Exception) -> str:
+    """An error as its first line, or what to do about it where that is known."""
+    text = str(error)
+    if "EADDRINUSE" in text or "address already in use" in text.lower():
+        port = os.environ.get("MASTER_PORT", "")
+        return f"port {port} is taken: set MASTER_PORT, or torchrun's --master-port, to a free one"
+    return text.splitlines()[0] if text else type(error).__name__
+
+
+def _fail(sentence: str) -> NoReturn:
+    typer.echo(f"torch-nixl bench: {sentence}", err=True)
+    raise typer.Exit(1)
 
 
 @contextlib.contextmanager
-def _announcer(name: str) -> Iterator[Callable[[str], None]]:
-    """Say on stderr what is measured, if that is a terminal."""
-    with Console(stderr=True).status(f"{name}: starting") as status:
-        yield lambda text: status.update(f"{name}: {text}")
+def _announcer(name: str, rank: int) -> Iterator[Announce]:
+    """Say on stderr what is measured and how long the rest will take; on rank 0, so by it alone."""
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left:"),
+        TimeRemainingColumn(),
+    )
+    is_shown = rank == 0 and console.is_terminal
+    said = ""
+    with Progress(*columns, console=console, transient=True, disable=not is_shown) as progress:
+        task = progress.add_task(f"{name}: starting", total=None)
+
+        def announce(done: int, total: int, what: str) -> None:
+            nonlocal said
+            progress.update(task, completed=done, total=total, description=f"{name}: {what}")
+            if not is_shown and what != said:
+                typer.echo(f"{name}: {done / total:4.0%} {what}", err=True)
+            said = what
+
+        yield announce

@@ -1,0 +1,29 @@
+"""What a terminal shows while a benchmark runs."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from torch_nixl.cli import bench
+
+
+@pytest.mark.parametrize(("rank", "is_shown"), [(0, True), (1, False)])
+def test_a_terminal_sees_what_runs_and_the_time_left(
+    monkeypatch: pytest.MonkeyPatch, rank: int, is_shown: bool
+) -> None:
+    screen = io.StringIO()
+
+    def console(*, stderr: bool) -> Console:
+        assert stderr
+        return Console(file=screen, force_terminal=True, width=120)
+
+    monkeypatch.setattr(bench, "Console", console)
+    with bench._announcer("p2p", rank) as announce:
+        for done in range(4):
+            announce(done, 7, "half a round trip, 8 B")
+    text = screen.getvalue()
+    assert ("p2p: half a round trip, 8 B" in text) == is_shown
+    assert ("left:" in text) == is_shown
