@@ -17,7 +17,6 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from rows import Row, Rows, alternate, main
 
@@ -43,31 +42,6 @@ SIZES = ((4 << 10, 4096), (16 << 10, 2048), (64 << 10, 1024), (256 << 10, 512))
 
 PROMPT = 128
 IDLE_SECONDS = 3.0
-
-
-class RawPages(RawAgent):
-    """Bare NIXL with descriptor lists of pages that both sides looked up beforehand."""
-
-    def look_up(self, places: npt.NDArray[np.uint64]) -> tuple[Any, Any]:
-        """Look up offsets and sizes, ``[n, 2]``, in both sides' buffers."""
-        lists = []
-        for name, address in (
-            (self._nixl.NIXL_INIT_AGENT, self._here[0]),
-            (self._peer, self._there[0]),
-        ):
-            rows = np.zeros((len(places), 3), np.uint64)
-            rows[:, 0] = places[:, 0] + np.uint64(address)
-            rows[:, 1] = places[:, 1]
-            descriptors = self._nixl.nixlXferDList(self._nixl.DRAM_SEG, rows)
-            lists.append(self._agent.prepXferDlist(name, descriptors, []))
-        return lists[0], lists[1]
-
-    def read_rows(self, lists: tuple[Any, Any], ours: Any, theirs: Any) -> None:
-        handle = self._agent.makeXferReq(
-            self._nixl.NIXL_READ, lists[0], ours, lists[1], theirs, b"", [], False
-        )
-        self.run(handle, b"")
-        self._agent.releaseXferReq(handle)
 
 
 def caches(buffer: torch.Tensor, page_nbytes: int) -> KVCache:
@@ -124,7 +98,7 @@ class Decode:
     """Rank 1: pulls and measures."""
 
     def __init__(
-        self, session: Session, connection: Connection, buffer: torch.Tensor, raw: RawPages
+        self, session: Session, connection: Connection, buffer: torch.Tensor, raw: RawAgent
     ) -> None:
         self.session, self.connection, self.buffer, self.raw = session, connection, buffer, raw
         self.rows: list[Row] = []
@@ -296,7 +270,7 @@ def timed(run: Any) -> float:
 
 def body(session: Session) -> Rows:
     buffer = torch.zeros(BUFFER, dtype=torch.uint8)
-    raw = RawPages(session, buffer)
+    raw = RawAgent(session, buffer)
     connection = Connection.open(f"ours{session.rank}")
     # First contact of the raw agents takes both.
     if session.rank == 0:

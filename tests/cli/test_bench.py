@@ -105,6 +105,15 @@ def test_three_ranks_of_another_launcher(tmp_path: Path) -> None:
     assert len(report.measurements) == 9
 
 
+def test_kv_pages_are_handed_over(tmp_path: Path) -> None:
+    figures = tmp_path / "kv.json"
+    finished = bench("kv", "--sizes", "1k,200k", "--rounds", "1", "--json", str(figures))
+    assert finished.returncode == 0, finished.stderr
+    found = Report.load(figures).measurements
+    assert [one.nbytes for one in found] == [64 << 10, 192 << 10]  # whole pages
+    assert all(set(one.seconds) == {OURS, "raw NIXL", "raw NIXL, one piece"} for one in found)
+
+
 def test_metrics_are_measured_on_against_off(tmp_path: Path) -> None:
     figures = tmp_path / "metrics.json"
     finished = bench("metrics", "--sizes", "8", "--rounds", "1", "--json", str(figures))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from torch_nixl.bench.session import Session
@@ -76,6 +77,26 @@ class RawAgent:
         """Make a request, run it and release it."""
         request = self.prepare(write, nbytes, message)
         self.run(request, message)
+        self._agent.releaseXferReq(request)
+
+    def look_up(self, places: npt.NDArray[np.uint64]) -> Any:
+        """Look up offsets and sizes, ``[n, 2]``, in both sides' buffers, for `read_rows`."""
+        lists = []
+        for name, end in ((self._nixl.NIXL_INIT_AGENT, self._here), (self._peer, self._there)):
+            rows = np.zeros((len(places), 3), np.uint64)
+            rows[:, 0] = places[:, 0] + np.uint64(end[0])
+            rows[:, 1] = places[:, 1]
+            rows[:, 2] = end[1]
+            descriptors = self._nixl.nixlXferDList(self._segment, rows)
+            lists.append(self._agent.prepXferDlist(name, descriptors, []))
+        return tuple(lists)
+
+    def read_rows(self, lists: Any, ours: npt.NDArray[np.int32], theirs: Any) -> None:
+        """Read rows of what was looked up into rows of ours, and wait until it is done."""
+        request = self._agent.makeXferReq(
+            self._nixl.NIXL_READ, lists[0], ours, lists[1], theirs, b"", [], False
+        )
+        self.run(request, b"")
         self._agent.releaseXferReq(request)
 
     def _place(self, end: tuple[int, int], nbytes: int) -> Any:

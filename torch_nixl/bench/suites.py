@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from torch_nixl.bench import collectives, connect, metrics, p2p
+from torch_nixl.bench import collectives, connect, kv, metrics, p2p
 from torch_nixl.bench.session import Suite
 
-_SUITES = {"p2p": p2p, "collectives": collectives, "connect": connect, "metrics": metrics}
+_SUITES = {"p2p": p2p, "collectives": collectives, "connect": connect, "kv": kv, "metrics": metrics}
 
 
 def find(name: str) -> tuple[Suite, tuple[int, ...]]:

@@ -74,6 +74,7 @@ _add(
     "bare NIXL.",
 )
 _add("collectives", "All ranks: each collective against Gloo's or NCCL's.")
+_add("kv", "Two ranks: a handoff of scattered KV pages against bare NIXL.")
 _add("metrics", "What metrics, traces and spans cost: a round trip with each of them on and off.")
 
 
