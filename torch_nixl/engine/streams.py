@@ -218,6 +218,11 @@ def set_fake_landing(device: StreamDevice | None) -> StreamDevice | None:
     return before
 
 
+def may_use_devices() -> bool:
+    """Whether this process can have device tensors at all."""
+    return _may_land or bool(FAKES)
+
+
 def landing(device: torch.device | None) -> Landing | None:
     """Where messages land that the calling thread receives without a tensor; None for the host.
 

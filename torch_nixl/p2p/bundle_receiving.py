@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch_nixl.errors import TransferError
 from torch_nixl.p2p.bundles import fits_frame
+from torch_nixl.p2p.device_receiving import DeviceReceive
 from torch_nixl.p2p.landing import ObjectLanding, Pickle, TreeLanding
 from torch_nixl.p2p.layout import Layout, register_all
 from torch_nixl.p2p.receiving import ReceiveOperation
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from torch_nixl.p2p.exchange import Exchange
 
 
-class TreeReceive(ReceiveOperation):
+class TreeReceive(DeviceReceive):
     """A receive of a tree. Registers the receiver's own tensors when it is made."""
 
     __slots__ = ("_prepared",)

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from torch_nixl.engine.connection import DEFAULT_TIMEOUT, Connection
-from torch_nixl.engine.streams import FAKES, StreamOrder, device_of, landing
+from torch_nixl.engine.streams import FAKES, StreamOrder, device_of, landing, may_use_devices
 from torch_nixl.errors import ClosedError
 from torch_nixl.p2p import protocol
 from torch_nixl.p2p.bootstrap import Bootstrap
 from torch_nixl.p2p.description import DEVICES, describe
+from torch_nixl.p2p.device_receiving import DeviceReceive
 from torch_nixl.p2p.exchange import Exchange
 from torch_nixl.p2p.hub import hub_of, leave_connection, share_connection
 from torch_nixl.p2p.ordering import NewLanding, make_receive, make_send, pack, place
@@ -296,17 +297,17 @@ class Communicator(TreeMethods):
         where = None if device is None else torch.device(device)
         if where is not None and where.type not in DEVICES:
             raise ValueError(f"device={device}: expected one of {', '.join(DEVICES)}")
+        operation: ReceiveOperation
         if on is not None:
             assert out is not None
             operation = make_receive(exchange, src, tag, out, on, stream, deadline)
         else:
             lands = landing(where) if out is None else None
-            if lands is None:
-                made = TensorLanding(out, address, where)
+            made = TensorLanding(out, address, where) if lands is None else NewLanding(lands, where)
+            if lands is None and not (src in (None, self.rank) and may_use_devices()):
+                operation = ReceiveOperation(exchange, src, tag, made, deadline)
             else:
-                made = NewLanding(lands, where)
-            operation = ReceiveOperation(exchange, src, tag, made, deadline)
-            operation.lands = lands
+                operation = DeviceReceive(exchange, src, tag, made, deadline, lands)
         try:
             exchange.inbox.post(operation, spin=spin)
         except BaseException:

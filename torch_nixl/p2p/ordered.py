@@ -1,6 +1,6 @@
-"""What a receive does for device memory: it begins late, and its streams are let go at the end.
+"""What an operation on device memory does at its end: its streams are let go.
 
-See `engine/streams.py`. Whatever ends a receive, these are its last steps, in this order:
+See `engine/streams.py`. Whatever ends one that receives, these are its last steps, in this order:
 
     all bytes in place                       failed, and nothing moves there any more
     unpack, in the device's thread           fill the targets, in their devices' threads
@@ -13,18 +13,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 
 from torch_nixl.engine.deferred import when
 from torch_nixl.engine.memory import tensor_memory
 from torch_nixl.engine.operation import Operation
-from torch_nixl.engine.streams import Landing as LandsOn
-from torch_nixl.engine.streams import StreamDevice, StreamOrder, device_of, fill_byte
-from torch_nixl.errors import ClosedError
-from torch_nixl.p2p.description import Content, Description
-from torch_nixl.p2p.tensors import Landing, Target
+from torch_nixl.engine.streams import StreamOrder, device_of, fill_byte
 
 if TYPE_CHECKING:
     from torch_nixl.p2p.exchange import Exchange
@@ -37,55 +33,27 @@ peer would block them for as long as it is stopped; then they go on, and the tar
 more when nothing moves there any more."""
 
 
-class OrderedReceive(Operation):
-    """The part of a receive that has to do with device memory.
+class Ordered(Operation):
+    """The part of an operation that has to do with streams. For those that write to memory.
 
     Attributes:
-        order: Its place among the work of its targets' devices; None for host memory, and where
-            the target isn't known yet.
-        lands: Where a message lands that nobody gave a tensor for; None for the host.
-        landed_on: The device of a tensor that was made for the message.
+        order: Its place among the work of its memory's devices; None for host memory, and where
+            that isn't known yet.
     """
 
-    __slots__ = (
-        "_exchange",
-        "_landing",
-        "_last",
-        "_outs",
-        "_working",
-        "landed_on",
-        "lands",
-        "order",
-    )
+    # Slots are the subclasses': several have another base besides.
+    __slots__ = ()
 
-    # Set by the subclass, whose making counts in every small receive.
     _exchange: Exchange
-    _landing: Landing | None
-    lands: LandsOn | None
     _last: bool
     _outs: tuple[torch.Tensor, ...]
-    _working: bool
-    landed_on: StreamDevice | None
     order: StreamOrder | None
 
     def put_in_order(self, order: StreamOrder | None, outs: tuple[torch.Tensor, ...]) -> None:
         """Have it begin when it may, and its targets filled if it fails. Before it is posted."""
-        self.order = order
+        self.order = order  # type: ignore[misc]  # a slot of the subclasses'
         if order is not None:
-            self._outs = outs
-
-    @property
-    def target(self) -> torch.Tensor | None:
-        """The one tensor that the caller receives into, if it is device memory."""
-        return self._outs[0] if len(self._outs) == 1 else None
-
-    def _landing_device(self, content: Content) -> StreamDevice | None:
-        """The device whose threads put a message in place; None for the host."""
-        if self.order is not None:
-            return self.order.devices[0]
-        if self.lands is None or not isinstance(content, Description):
-            return None
-        return self.lands(content.device)
+            self._outs = outs  # type: ignore[misc]
 
     def _when_passed(
         self, orders: Sequence[StreamOrder | None], action: Callable[[], None]
@@ -96,67 +64,6 @@ class OrderedReceive(Operation):
             self._connection.defer(lambda: all(one.passed() for one in waiting), action)
         else:
             action()
-
-    def _land(
-        self,
-        device: StreamDevice,
-        orders: Sequence[StreamOrder | None],
-        put: Callable[[], object],
-        refused: Callable[[BaseException], None] | None = None,
-    ) -> None:
-        """Have bytes that are here put in place by a device's thread; the receive ends with it.
-
-        It enters the connection's tables, if it isn't there yet: it goes on in other threads.
-
-        Args:
-            device: Whose thread.
-            orders: When it may be done.
-            put: Does it, and returns what is received.
-            refused: Told why the message doesn't fit.
-        """
-        self._working = True
-        try:
-            with self._exchange.lock:
-                self._exchange.inbox.enter(self)  # type: ignore[arg-type]  # of the one subclass
-        except ClosedError as error:
-            self._working = False
-            self._landed(None, error)
-            return
-        placed: list[object] = []
-
-        def then(error: BaseException | None) -> None:
-            self._working = False
-            if error is not None and refused is not None:
-                refused(error)
-            error = self._error or error
-            self._landed(placed[0] if placed and error is None else None, error)
-
-        def start() -> None:
-            if self._done:
-                then(None)
-            elif self.order is None:
-                self.landed_on = device
-                device.allocate(lambda: placed.append(put()), then)
-            else:
-                device.run(lambda: placed.append(put()), then)
-
-        self._when_passed(orders, start)
-
-    def _unpack(self, device: StreamDevice, target: Target) -> None:
-        """Have a device's thread do what is left to do once all bytes have landed."""
-        self._working = True
-        placed: list[object] = []
-
-        def then(error: BaseException | None) -> None:
-            self._working = False
-            error = self._error or error
-            self._landed(placed[0] if error is None else None, error)
-
-        device.run(lambda: placed.append(target.finish()), then)
-
-    def _landed(self, result: Any, error: BaseException | None) -> None:
-        """All that was to be put in place is, or won't be."""
-        raise NotImplementedError
 
     def _limit_hold(self) -> None:
         """See that streams go on in time though bytes may still land. The receive has failed."""
@@ -209,7 +116,7 @@ class OrderedReceive(Operation):
         with self._connection.lock:
             if self._last:
                 return
-            self._last = True
+            self._last = True  # type: ignore[misc]
         if self._error is None:
             order.settle()
             self._let_go(order)
@@ -222,7 +129,7 @@ class OrderedReceive(Operation):
 
     def _let_go(self, order: StreamOrder) -> None:
         box: list[object] = [*self._outs, *self._memories]
-        self._outs = ()
+        self._outs = ()  # type: ignore[misc]
         super()._release()
         order.devices[0].discard(box)
 

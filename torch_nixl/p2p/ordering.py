@@ -18,8 +18,8 @@ from torch_nixl.engine.memory import Memory, tensor_memory
 from torch_nixl.engine.streams import Landing as LandsOn
 from torch_nixl.engine.streams import StreamDevice, StreamOrder, device_of
 from torch_nixl.p2p.description import Content, Description
+from torch_nixl.p2p.device_receiving import DeviceReceive
 from torch_nixl.p2p.protocol import EAGER_NBYTES, should_pack
-from torch_nixl.p2p.receiving import ReceiveOperation
 from torch_nixl.p2p.sending import SendOperation
 from torch_nixl.p2p.tensors import (
     TensorLanding,
@@ -86,7 +86,7 @@ def make_receive(
     device: StreamDevice,
     stream: object,
     deadline: float | None,
-) -> ReceiveOperation:
+) -> DeviceReceive:
     """Make a receive into a device tensor, which begins once what is queued by now has run.
 
     Raises:
@@ -106,8 +106,9 @@ def make_receive(
     # Registered here; what the receive holds later finds it in the cache.
     exchange.connection.registry.release(exchange.connection.register(memory))
     landing = DeviceLanding(out, buffer, memory, device)
-    operation = ReceiveOperation(exchange, source, tag, landing, deadline)
+    operation = DeviceReceive(exchange, source, tag, landing, deadline)
     operation.put_in_order(order, (out,))
+    operation.target = out
     return operation
 
 

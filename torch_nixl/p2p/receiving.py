@@ -6,6 +6,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from torch_nixl.engine.adapter import Direction
+from torch_nixl.engine.operation import Operation
 from torch_nixl.errors import (
     ClosedError,
     PeerLostError,
@@ -18,17 +19,20 @@ from torch_nixl.p2p.description import Content
 from torch_nixl.p2p.layout import Layout, register_all
 from torch_nixl.p2p.message import Message
 from torch_nixl.p2p.move import MoveOperation, Regions
-from torch_nixl.p2p.ordered import OrderedReceive, always
 from torch_nixl.p2p.peer import Peer, is_out_of_sight, with_rank
 from torch_nixl.p2p.protocol import Outcome, Route
 from torch_nixl.p2p.sending import error_of, outcome_of
 from torch_nixl.p2p.tensors import Landing, Target
 
 if TYPE_CHECKING:
+    import torch
+
+    from torch_nixl.engine.streams import Landing as LandsOn
+    from torch_nixl.engine.streams import StreamDevice, StreamOrder
     from torch_nixl.p2p.exchange import Exchange
 
 
-class ReceiveOperation(OrderedReceive):
+class ReceiveOperation(Operation):
     """A receive that waits for its message, or for the message's bytes.
 
     Attributes:
@@ -40,10 +44,16 @@ class ReceiveOperation(OrderedReceive):
         result: What was received.
         route: Which way it came.
         packed: Whether it landed in a temporary first.
+        order: None: a `DeviceReceive` has one.
+        lands: None: a `DeviceReceive` may land on a device unasked.
+        landed_on: The device of a tensor that was made for the message.
+        target: The one tensor that the caller receives into, if it is device memory.
     """
 
     __slots__ = (
+        "_exchange",
         "_failure",
+        "_landing",
         "_layout",
         "_message",
         "_moves",
@@ -66,6 +76,11 @@ class ReceiveOperation(OrderedReceive):
     )
 
     incoming = True
+    # The class's, since the making of one counts in every small receive.
+    order: StreamOrder | None = None
+    lands: LandsOn | None = None
+    landed_on: StreamDevice | None = None
+    target: torch.Tensor | None = None
 
     def __init__(
         self,
@@ -76,9 +91,6 @@ class ReceiveOperation(OrderedReceive):
         deadline: float | None,
     ) -> None:
         super().__init__(exchange.connection, "receive", (), deadline)
-        self.order = self.lands = self.landed_on = None
-        self._outs = ()
-        self._working = self._last = False
         self._exchange = exchange
         self._landing: Landing | None = landing
         self._message: Message | None = None
@@ -107,7 +119,7 @@ class ReceiveOperation(OrderedReceive):
     @property
     def reading(self) -> bool:
         """Whether its bytes are here or on their way, and the sender has no part in it."""
-        return self._working or (self._message is not None and not self._pushed)
+        return self._message is not None and not self._pushed
 
     @property
     def moving(self) -> bool:
@@ -133,7 +145,7 @@ class ReceiveOperation(OrderedReceive):
 
     def has_begun(self) -> bool:
         """Whether it has its message, or has ended."""
-        return self._done or self._working or self._message is not None
+        return self._done or self._message is not None
 
     def attend(self) -> bool:
         moves = self._moves
@@ -159,23 +171,9 @@ class ReceiveOperation(OrderedReceive):
         peer: Peer | None,
         number: int,
     ) -> BaseException | None:
-        """Take a message that came in its frame; return what is wrong with it.
-
-        Of a message for a device that shows later: then its sender is told from here.
-        """
+        """Take a message that came in its frame; return what is wrong with it."""
         self.source = source
         self._size = description.nbytes
-        landing = self._landing
-        if self.order is not None or self.lands is not None:
-            device = self._landing_device(description)
-            if device is not None and landing is not None:
-                self._land(
-                    device,
-                    (self.order,),
-                    lambda: landing.take(description, body, at),
-                    lambda error: self._exchange.inbox.refuse(peer, number, error),
-                )
-                return None
         try:
             assert self._landing is not None
             self.result = self._landing.take(description, body, at)
@@ -187,17 +185,9 @@ class ReceiveOperation(OrderedReceive):
 
     def deliver_local(self, message: Message) -> None:
         """Take a message of this rank's own."""
-        self.source, self._size = message.source, message.description.nbytes
-        self.route = Route.LOCAL
+        self._note_local(message)
         landing, data = self._landing, message.data
         assert landing is not None and isinstance(data, tuple)
-        device = self._landing_device(message.description)
-        if device is None and message.order is not None:
-            device = message.order.devices[0]
-        if device is not None:
-            orders = (self.order, message.order)
-            self._land(device, orders, lambda: landing.adopt(message.description, data))
-            return
         error: BaseException | None = None
         try:
             self.result = landing.adopt(message.description, data)
@@ -205,20 +195,21 @@ class ReceiveOperation(OrderedReceive):
             error = caught
         self._conclude(error)
 
+    def _note_local(self, message: Message) -> None:
+        self.source, self._size = message.source, message.description.nbytes
+        self.route = Route.LOCAL
+
     def begin(self, message: Message) -> None:
         """Have an offered message moved."""
         peer, place = message.peer, message.place
         assert peer is not None and place is not None
         self.source, self.remote, self._message = message.source, peer.remote, message
         self._exchange.watch(self, peer)
-        self._when_passed((self.order,), lambda: self._start(message))
+        self._start(message)
 
     def _start(self, message: Message) -> None:
-        peer, place, landing = message.peer, message.place, self._landing
+        peer, place = message.peer, message.place
         assert peer is not None and place is not None
-        if self._done or landing is None:  # It waited for its device's stream, and failed.
-            self._refuse(self._error or TransferError(f"{self}: failed"))
-            return
         if peer.error is not None or peer.remote.lost_error is not None:
             lost = peer.error or peer.remote.lost_error
             self._refuse(PeerLostError(f"{self}: {lost}", remote=peer.remote.name))
@@ -227,37 +218,22 @@ class ReceiveOperation(OrderedReceive):
             why = f"{self}: offered {place.nbytes} bytes for {message.description}"
             self._refuse(TransferError(why))
             return
-        device = self._landing_device(message.description)
         try:
             self._regions = peer.regions(self._exchange, place)
-            if device is None or self.target is not None:
-                self._choose_target(landing, message)
+            self._choose_target(message)
         except (RuntimeError, ValueError, TypeError) as error:
             self._refuse(error)
-            return
-        if self._layout is not None:
-            self._move(message)
-            return
-        # Memory has to be allocated, or kernels loaded: not by the driver.
-        assert device is not None
-        if self.order is None:
-            self.landed_on = device
-        device.allocate(
-            lambda: self._choose_target(landing, message),
-            lambda error: self._connection.defer(always, lambda: self._chosen(message, error)),
-        )
 
-    def _choose_target(self, landing: Landing, message: Message) -> None:
-        target = landing.target(message.description)
+    def _choose_target(self, message: Message) -> None:
+        """Find where the message lands, and have it moved there."""
+        self._take_target(message)
+        self._move(message)
+
+    def _take_target(self, message: Message) -> None:
+        assert self._landing is not None
+        target = self._landing.target(message.description)
         layout = self._hold(target)
         self._target, self._layout = target, layout
-
-    def _chosen(self, message: Message, error: BaseException | None) -> None:
-        error = self._error or error
-        if error is not None:
-            self._refuse(error)
-        else:
-            self._move(message)
 
     def _move(self, message: Message) -> None:
         """Have its bytes moved to the target."""
@@ -376,19 +352,20 @@ class ReceiveOperation(OrderedReceive):
         if self._reading:
             self._exchange.inbox.tell_done(message, *outcome_of(error))
         target, self._target = self._target, None
-        device = self._landing_device(message.description)
-        if error is None and target is not None and device is not None:
+        if error is None and target is not None:
             self._size = message.description.nbytes
             self._exchange.inbox.num_received += 1
-            self._unpack(device, target)
-            return
-        if error is None and target is not None:
-            try:
-                self.result = target.finish()
-                self._size = message.description.nbytes
-                self._exchange.inbox.num_received += 1
-            except (RuntimeError, ValueError, TypeError) as caught:
-                error = caught
+            self._unpack(message, target)
+        else:
+            self._conclude(error)
+
+    def _unpack(self, message: Message, target: Target) -> None:
+        """Do what is left to do once all bytes have landed."""
+        error: BaseException | None = None
+        try:
+            self.result = target.finish()
+        except (RuntimeError, ValueError, TypeError) as caught:
+            error = caught
         self._conclude(error)
 
     def _tell_part(self) -> None:
@@ -408,17 +385,12 @@ class ReceiveOperation(OrderedReceive):
 
     # How it ends.
 
-    def _landed(self, result: Any, error: BaseException | None) -> None:
-        if error is None:
-            self.result = result
-        self._conclude(error)
-
     def _finish(self, error: BaseException | None) -> bool:
         return super()._finish(with_rank(error, self.source))
 
     def _conclude(self, error: BaseException | None) -> None:
         self._landing = self._layout = None
-        if not self.listed and self.order is None:
+        if not self.listed:
             # Nobody else knows of it: no waiter, no callback.
             self._error = error
             if self._memories:
@@ -440,7 +412,6 @@ class ReceiveOperation(OrderedReceive):
             time.sleep(0.0001)
         if not self._finish(error):
             return
-        self._limit_hold()
         for move in tuple(self._moves):
             move.cancel()
 
@@ -448,7 +419,7 @@ class ReceiveOperation(OrderedReceive):
         self.fail(TransferCancelled(f"{self}: cancelled"))
 
     def expire(self) -> None:
-        if self._message is None and not self._working:
+        if self._message is None:
             # Whoever finds it matched after all lets it end as it does.
             self.fail(self._timeout_error("before a message came"))
         else:
@@ -456,8 +427,6 @@ class ReceiveOperation(OrderedReceive):
 
     def on_lost(self, error: BaseException) -> None:
         """The agent is lost; what it may still write to stays owned."""
-        if self._working:
-            return  # All of it is here.
         self.fail(error)
         self.check_quarantine()
         if self._pushed:
