@@ -13,6 +13,7 @@ from collectives.conftest import World, together
 from torch_nixl import collectives as c
 from torch_nixl.collectives import operation
 from torch_nixl.collectives.group import group_of
+from torch_nixl.collectives.reduction import Reduction
 from torch_nixl.errors import (
     ClosedError,
     PeerLostError,
@@ -286,10 +287,10 @@ def test_failure_in_the_middle_names_the_cause_and_releases_memory(
     ranks = world(2)
     together(ranks, lambda g: c.barrier(group=g, async_op=True))
 
-    def fail(*_: object, **__: object) -> torch.Tensor:
+    def fail(*_: object, **__: object) -> None:
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(torch, "empty_like", fail)
+    monkeypatch.setattr(Reduction, "combine", fail)
     errors = ends(ranks, lambda g: c.all_reduce_tensor(torch.ones(LARGE), group=g, async_op=True))
     assert len(errors) == 2
     assert all("out of memory" in str(one) and "collective 1" in str(one) for one in errors)

@@ -12,6 +12,7 @@ import torch
 from collectives.conftest import World, together
 from torch_nixl import collectives as c
 from torch_nixl.collectives import choice
+from torch_nixl.collectives.port import Port
 from torch_nixl.p2p.communicator import Communicator
 
 SIZES = [1, 2, 3, 4]
@@ -205,13 +206,16 @@ def test_reduction_holds_no_more_than_its_output_in_temporaries(
 ) -> None:
     ranks = world(4)
     made: list[int] = []
-    empty_like = torch.empty_like
+    scratch = Port.scratch
 
-    def count(tensor: torch.Tensor) -> torch.Tensor:
+    def count(
+        self: Port, like: torch.Tensor, num: int | None = None, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        tensor = scratch(self, like, num, dtype)
         made.append(tensor.nbytes)
-        return empty_like(tensor)
+        return tensor
 
-    monkeypatch.setattr(torch, "empty_like", count)
+    monkeypatch.setattr(Port, "scratch", count)
     for call, nbytes in (
         (lambda g: c.all_reduce_tensor(torch.ones(3 << 20), group=g, async_op=True), 12 << 20),
         (

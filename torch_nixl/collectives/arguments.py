@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
+from torch_nixl.engine.streams import device_of
 from torch_nixl.p2p.communicator import Communicator
 from torch_nixl.p2p.description import describe
-from torch_nixl.p2p.tensors import check_target, sendable, settle
+from torch_nixl.p2p.tensors import check_target, sendable
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +25,15 @@ class Flat:
     data: torch.Tensor
     target: torch.Tensor | None
 
+    def load(self) -> None:
+        """Bring what the caller's tensor holds to where it is reduced."""
+        if self.target is not None:
+            self.data.view(self.target.shape).copy_(self.target)
+
     def finish(self) -> None:
         """Put the result where the caller wants it."""
         if self.target is not None:
             self.target.copy_(self.data.view(self.target.shape))
-        # Device work was queued on whichever thread's stream ran the algorithm.
-        settle(self.data.device)
 
 
 def flat_source(tensor: torch.Tensor, name: str = "tensor") -> Flat:
@@ -37,35 +41,41 @@ def flat_source(tensor: torch.Tensor, name: str = "tensor") -> Flat:
 
     Raises:
         TypeError, ValueError: As `p2p.tensors.sendable`.
+        TransferError: Its device's current stream is being captured into a graph.
     """
     describe(tensor, name=name)
     tensor = sendable(tensor, name=name).detach()
-    settle(tensor.device)
+    device = device_of(tensor)
+    if device is not None:
+        device.check_capture()
+        if not tensor.is_contiguous():
+            tensor = device.pack(tensor, device.current())
     return Flat(tensor.contiguous().view(-1), None)
 
 
-def flat_target(tensor: torch.Tensor, name: str = "out", *, load: bool = False) -> Flat:
-    """Take a tensor to be overwritten.
+def flat_target(tensor: torch.Tensor, name: str = "out") -> Flat:
+    """Take a tensor to be overwritten. If it is to be read, too, it needs a `load`.
 
     Args:
         tensor: Any strides.
         name: For messages.
-        load: Whether it is read, too.
 
     Raises:
         TypeError, ValueError: As `p2p.tensors.check_target`.
+        TransferError: Its device's current stream is being captured into a graph.
     """
     describe(tensor, name=name)
     check_target(tensor, name=name)
-    settle(tensor.device)
     tensor = tensor.detach()
+    device = device_of(tensor)
+    if device is not None:
+        device.check_capture()
     if tensor.is_contiguous():
         return Flat(tensor.view(-1), None)
-    data = (
-        tensor.contiguous()
-        if load
-        else torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-    )
+    if device is not None:
+        data = device.buffer(tensor, device.current())
+    else:
+        data = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     return Flat(data.view(-1), tensor)
 
 

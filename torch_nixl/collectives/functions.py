@@ -70,7 +70,7 @@ def broadcast_tensor(
         if not sends:
             flat.finish()
 
-    return _call(communicator, signature, steps, [tensor], async_op, timeout)
+    return _call(communicator, signature, steps, [flat.data], [tensor], async_op, timeout)
 
 
 def scatter_tensor(
@@ -108,7 +108,7 @@ def scatter_tensor(
         yield from algorithms.scatter(port, flat.data, parts, src)
         flat.finish()
 
-    return _call(communicator, signature, steps, [out], async_op, timeout)
+    return _call(communicator, signature, steps, [flat.data, *parts], [out], async_op, timeout)
 
 
 def gather_tensor(
@@ -141,6 +141,7 @@ def gather_tensor(
         raise ValueError(f"outs: expected on rank {dst} only")
     data = flat_source(tensor).data
     check_apart([one.data for one in targets], [data], same=(dst, 0) if targets else None)
+    moved = [data, *(one.data for one in targets)]
     signature = sign("gather", f"{shapes([tensor])}, dst={dst}")
 
     def steps(port: Port) -> Steps:
@@ -148,7 +149,7 @@ def gather_tensor(
         for one in targets:
             one.finish()
 
-    return _call(communicator, signature, steps, list(outs or ()), async_op, timeout)
+    return _call(communicator, signature, steps, moved, list(outs or ()), async_op, timeout)
 
 
 def all_gather_tensor(
@@ -192,7 +193,7 @@ def all_gather_tensor(
         for one in whole:
             one.finish()
 
-    return _call(communicator, signature, steps, outputs, async_op, timeout)
+    return _call(communicator, signature, steps, [data, *parts], outputs, async_op, timeout)
 
 
 def all_to_all_tensor(
@@ -236,7 +237,8 @@ def all_to_all_tensor(
             one.finish()
 
     outputs = [out] if isinstance(out, torch.Tensor) else list(out)
-    return _call(communicator, signature, steps, outputs, async_op, timeout)
+    moved = [*inputs, *parts]
+    return _call(communicator, signature, steps, moved, outputs, async_op, timeout)
 
 
 def reduce_tensor(
@@ -262,15 +264,18 @@ def reduce_tensor(
     check_rank(communicator, dst, "dst")
     how = reduction(op, tensor.dtype)
     gets = communicator.rank == dst
-    flat = flat_target(tensor, load=True) if gets else flat_source(tensor)
+    flat = flat_target(tensor) if gets else flat_source(tensor)
     signature = sign("reduce", f"{shapes([tensor])}, op={how}, dst={dst}")
 
     def steps(port: Port) -> Steps:
-        yield from algorithms.reduce(port, flat.data if gets else None, flat.data, dst, how)
+        out = flat.data if gets else None
+        yield from _loaded([flat], algorithms.reduce(port, out, flat.data, dst, how))
         if gets:
             flat.finish()
 
-    return _call(communicator, signature, steps, [tensor], async_op, timeout)
+    return _call(
+        communicator, signature, steps, [flat.data], [tensor] if gets else [], async_op, timeout
+    )
 
 
 def all_reduce_tensor(
@@ -293,19 +298,22 @@ def all_reduce_tensor(
     communicator = find(group)
     tensors = [tensor] if isinstance(tensor, torch.Tensor) else list(tensor)
     hows = [reduction(op, one.dtype) for one in tensors]
-    flats = [flat_target(one, "tensor", load=True) for one in tensors]
+    flats = [flat_target(one, "tensor") for one in tensors]
     operation = hows[0] if hows else op
     signature = sign("all_reduce", f"{shapes(tensors)}, op={operation}")
 
     def steps(port: Port) -> Steps:
         if len(flats) == 1:
-            yield from algorithms.all_reduce(port, flats[0].data, hows[0])
+            running = algorithms.all_reduce(port, flats[0].data, hows[0])
         else:
-            yield from algorithms.all_reduce_coalesced(port, [one.data for one in flats], hows)
+            running = algorithms.all_reduce_coalesced(port, [one.data for one in flats], hows)
+        yield from _loaded(flats, running)
         for one in flats:
             one.finish()
 
-    return _call(communicator, signature, steps, tensors, async_op, timeout)
+    return _call(
+        communicator, signature, steps, [one.data for one in flats], tensors, async_op, timeout
+    )
 
 
 def reduce_scatter_tensor(
@@ -345,18 +353,28 @@ def reduce_scatter_tensor(
         yield from algorithms.reduce_scatter(port, flat.data, parts, how)
         flat.finish()
 
-    return _call(communicator, signature, steps, [out], async_op, timeout)
+    moved = [flat.data, *parts]
+    return _call(communicator, signature, steps, moved, [out], async_op, timeout)
 
 
 def barrier(
     *, group: Group = None, async_op: bool = False, timeout: float | None = None
 ) -> CollectiveWork | None:
     """Wait until all ranks have called it."""
-    return _call(find(group), _BARRIER, _barrier, [], async_op, timeout)
+    return _call(find(group), _BARRIER, _barrier, [], [], async_op, timeout)
 
 
 _BARRIER: Final = sign("barrier", "")
 _TOKEN: Final = torch.empty(0, dtype=torch.uint8)
+
+
+def _loaded(flats: Sequence[Flat], running: Steps) -> Steps:
+    """Load tensors once they may be touched: see [Note: the first yield] in `algorithms.py`."""
+    next(running)
+    yield None
+    for one in flats:
+        one.load()
+    yield from running
 
 
 def _barrier(port: Port) -> Steps:
@@ -367,12 +385,13 @@ def _call(
     communicator: Communicator,
     signature: Signature,
     steps: Algorithm,
+    moved: list[torch.Tensor],
     outputs: list[torch.Tensor],
     async_op: bool,
     timeout: float | None,
 ) -> CollectiveWork | None:
     operation = group_of(communicator).begin(
-        signature, steps, outputs, timeout, attended=not async_op
+        signature, steps, moved, outputs, timeout, attended=not async_op
     )
     if async_op:
         return CollectiveWork(operation)

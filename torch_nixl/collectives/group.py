@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from torch_nixl.collectives import protocol
+from torch_nixl.collectives.device_operation import DeviceCollective
 from torch_nixl.collectives.operation import Algorithm, CollectiveOperation
 from torch_nixl.collectives.protocol import Signature
+from torch_nixl.engine.streams import device_of
 from torch_nixl.errors import (
     ClosedError,
     MetadataError,
@@ -64,6 +66,7 @@ class CollectiveGroup:
         self,
         signature: Signature,
         algorithm: Algorithm,
+        moved: Sequence[torch.Tensor],
         outputs: Sequence[torch.Tensor],
         timeout: float | None,
         *,
@@ -74,17 +77,22 @@ class CollectiveGroup:
         Args:
             signature: What it is.
             algorithm: What it does.
-            outputs: What it changes.
+            moved: The tensors that the algorithm was given.
+            outputs: The caller's that it changes.
             timeout: Seconds; the Communicator's by default.
             attended: Whether the caller waits for it, and then takes one from `attended`.
 
         Raises:
             ClosedError: The Communicator is closed.
             TorchNixlError: An earlier collective failed, and the group with it.
+            PoisonedError: An operation failed while a device's stream waited for it.
         """
         communicator = self._communicator()
         assert communicator is not None
         limit = communicator._deadline(timeout)
+        self._exchange.check_poison()
+        on_device = any(device_of(one) is not None for one in moved)
+        kind = DeviceCollective if on_device else CollectiveOperation
         with self._lock:
             if self._exchange.closed is not None:
                 raise ClosedError(f"{signature}: {self._exchange.closed}")
@@ -95,9 +103,7 @@ class CollectiveGroup:
             self._history[number] = signature
             if len(self._history) > MAX_HISTORY:
                 self._history.popitem(last=False)
-            operation = CollectiveOperation(
-                self, communicator, signature, number, algorithm, outputs, limit
-            )
+            operation = kind(self, communicator, signature, number, algorithm, outputs, limit)
             operation.attended = int(attended)
             self._active[number] = operation
             asked = list(self._asked.items()) if self._asked else ()
@@ -107,10 +113,11 @@ class CollectiveGroup:
                 self._compare(rank, wanted, text, answer=True)
         try:
             self._meet_all(communicator, limit)
+            operation.prepare(moved)
             operation.start()
         except ClosedError as error:
             operation.abort(ClosedError(f"{operation}: {error}"))
-        except (TorchNixlError, ValueError) as error:
+        except Exception as error:  # noqa: BLE001 - it ends the collective, on every rank
             self.fail(operation, error)
         except BaseException as error:
             self.fail(operation, TransferCancelled(f"interrupted by {error!r}"))

@@ -6,6 +6,8 @@ advances it, and attends to its messages, between polls. While none does, the en
 for calls `attend` in whichever thread polls. One thread at a time runs the generator (`_running`);
 one that can't is not needed: the waiter looks again, and the callback is registered only after the
 generator was left.
+
+On device memory those above only have it go on: see `device_operation.py`.
 """
 
 from __future__ import annotations
@@ -21,18 +23,21 @@ import torch
 
 from torch_nixl.collectives.port import Port
 from torch_nixl.collectives.protocol import Signature
+from torch_nixl.engine.memory import tensor_memory
 from torch_nixl.engine.operation import Operation, deadline_after
 from torch_nixl.errors import TransferCancelled
+from torch_nixl.p2p.layout import register_all
 from torch_nixl.p2p.receiving import ReceiveOperation
 from torch_nixl.p2p.sending import SendOperation
 from torch_nixl.p2p.tensors import MismatchError
 
 if TYPE_CHECKING:
     from torch_nixl.collectives.group import CollectiveGroup
+    from torch_nixl.engine.streams import StreamOrder
     from torch_nixl.p2p.communicator import Communicator
 
 Message: TypeAlias = SendOperation | ReceiveOperation
-Steps: TypeAlias = Generator[Message, None, None]
+Steps: TypeAlias = Generator[Message | None, None, None]
 Algorithm: TypeAlias = Callable[[Port], Steps]
 
 ASK_SECONDS = 0.25
@@ -53,6 +58,7 @@ class CollectiveOperation(Operation):
         outputs: What it changes.
         limit: `time.monotonic()` at which it times out; None for never.
         present: Ranks that have answered since they were last asked.
+        order: None: a `DeviceCollective` has one.
     """
 
     __slots__ = (
@@ -74,6 +80,8 @@ class CollectiveOperation(Operation):
         "present",
         "signature",
     )
+
+    order: StreamOrder | None = None
 
     def __init__(
         self,
@@ -138,6 +146,23 @@ class CollectiveOperation(Operation):
     def __str__(self) -> str:
         return f"collective {self.number}, {self.signature}"
 
+    def prepare(self, moved: Sequence[torch.Tensor]) -> None:
+        """Make its memory. In the caller's thread.
+
+        Args:
+            moved: The tensors that the algorithm was given.
+        """
+        assert self._steps is not None
+        with self._mode():
+            next(self._steps)
+
+    def hold_memory(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Register tensors until its end, so that their parts are found registered."""
+        self._memories += tuple(register_all(self._connection, list(map(tensor_memory, tensors))))
+
+    def _mode(self) -> contextlib.AbstractContextManager[object]:
+        return torch.inference_mode() if self._inference else _AS_IT_IS
+
     def start(self) -> None:
         """Let it run as far as it gets, from then on by whoever waits or polls."""
         self._look_again(time.monotonic())
@@ -178,22 +203,18 @@ class CollectiveOperation(Operation):
                         return moved
                     moved = True
                     continue
-                if blocking is not None and blocking._error is not None:
-                    raise _named(blocking, blocking._error)
+                raise_for(blocking)
                 moved = True
                 if self._steps is not None:
                     try:
-                        with torch.inference_mode() if self._inference else _AS_IT_IS:
+                        with self._mode():
                             self._blocking = next(self._steps)
                         continue
                     except StopIteration:
                         self._steps = None
-                # What is left are messages whose end the algorithm didn't wait for.
-                self._blocking = next((part for part in self._parts if not part._done), None)
+                self._blocking = self._unfinished()
                 if self._blocking is None:
-                    self._attend_parts()
-                    self._group.check_strays(self)
-                    self._complete()
+                    self._end_well()
         except Exception as error:  # noqa: BLE001 - it ends the collective, on every rank
             self._group.fail(self, error)
         return moved
@@ -212,7 +233,14 @@ class CollectiveOperation(Operation):
             self._parts = [part for part in self._parts if not part._done]
         return self._blocking is None or self._blocking._done
 
-    def _complete(self) -> None:
+    def _unfinished(self) -> Message | None:
+        """A message whose end the algorithm didn't wait for."""
+        return next((part for part in self._parts if not part._done), None)
+
+    def _end_well(self) -> None:
+        """End it, unless something is wrong after all. Holds `_running`."""
+        self._attend_parts()
+        self._group.check_strays(self)
         self._group.forget(self)
         self._finish(None)
         self._release()
@@ -228,10 +256,13 @@ class CollectiveOperation(Operation):
         """Also what was begun while another thread ended the collective."""
         error = self._error
         if error is not None:
-            self._steps = None
+            self._drop_steps()
             for part in list(self._parts):
                 if not part.done:
                     part.fail(TransferCancelled(f"{part}: {error}"))
+
+    def _drop_steps(self) -> None:
+        self._steps = None
 
     # Waiting and time.
 
@@ -254,7 +285,7 @@ class CollectiveOperation(Operation):
     def wait_released(self, timeout: float | None = None) -> bool:
         deadline = deadline_after(timeout)
         return self._connection.progress.wait_until(
-            lambda: self._done and all(part.released for part in self._parts), deadline
+            lambda: self._released and all(part.released for part in self._parts), deadline
         )
 
     def expire(self) -> None:
@@ -311,6 +342,12 @@ def _other(part: Message) -> int:
         return part.peer.rank
     assert part.source is not None
     return part.source
+
+
+def raise_for(part: Message | None) -> None:
+    """Raise what a message has failed with."""
+    if part is not None and part._error is not None:
+        raise _named(part, part._error)
 
 
 def _named(part: Message, error: BaseException) -> BaseException:

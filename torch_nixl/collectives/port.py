@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from torch_nixl.collectives.protocol import tag_of
+from torch_nixl.collectives.reduction import Reduction, load_kernels
+from torch_nixl.engine.streams import device_of
 from torch_nixl.p2p.receiving import ReceiveOperation
 from torch_nixl.p2p.sending import SendOperation
 
@@ -35,6 +37,45 @@ class Port:
         self._operation = operation
         self.rank = communicator.rank
         self.world_size = communicator.world_size
+
+    # Memory: before the first yield, see [Note: the first yield] in `algorithms.py`.
+
+    def scratch(
+        self, like: torch.Tensor, count: int | None = None, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """Make ``[count]`` elements where another tensor is; as many, and of its dtype, by default.
+
+        Not for messages.
+        """
+        count = like.numel() if count is None else count
+        dtype = dtype or like.dtype
+        device = device_of(like)
+        if device is None:
+            return torch.empty(count, dtype=dtype, device=like.device)
+        return device.empty((count,), dtype)
+
+    def room(self, like: torch.Tensor, count: int | None = None) -> torch.Tensor:
+        """Make the same for messages."""
+        made = self.scratch(like, count)
+        if device_of(made) is not None:
+            self._operation.hold_memory([made])
+        return made
+
+    def total(self, how: Reduction, mine: torch.Tensor, out: torch.Tensor) -> torch.Tensor | None:
+        """Make what `how.combine` needs besides, and load what it runs.
+
+        Args:
+            how: The reduction.
+            mine: What this rank has of what is reduced at a time.
+            out: Where it goes.
+        """
+        place = self.rank if out.data_ptr() == mine.data_ptr() else None
+        dtype = how.total_dtype(self.world_size, place)
+        total = None if dtype is None else self.scratch(mine, dtype=dtype)
+        device = device_of(mine)
+        if device is not None:
+            load_kernels(device, how, min(self.world_size, 3))
+        return total
 
     def send(
         self, tensor: torch.Tensor, dst: int, *, phase: int = 0, assist: bool = False

@@ -9,6 +9,8 @@ from typing import Final, TypeAlias
 import torch
 import torch.distributed as dist
 
+from torch_nixl.engine.streams import StreamDevice
+
 ReduceOp: TypeAlias = "dist.ReduceOp | dist.ReduceOp.RedOpType"
 
 _HALVES: Final = frozenset({torch.float16, torch.bfloat16})
@@ -71,26 +73,47 @@ class Reduction:
         """Whether it is accumulated in float32, and rounded once at the end."""
         return self.dtype in _HALVES
 
-    def combine(self, values: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-        """Reduce equally long values, in their order, into `out`.
+    def total_dtype(self, count: int, place: int | None) -> torch.dtype | None:
+        """What `combine` of so many values accumulates in besides its output; None for nothing.
+
+        Args:
+            count: How many.
+            place: Which of them is the output; None if none is.
+        """
+        if self.wide and count > 1:
+            return torch.float32
+        return self.dtype if place is not None and place > 1 else None
+
+    def combine(
+        self, values: Sequence[torch.Tensor], out: torch.Tensor, room: torch.Tensor | None
+    ) -> None:
+        """Reduce equally long values, in their order, into `out`. Allocates nothing.
 
         Args:
             values: ``[n]`` each, one from each rank.
             out: ``[n]``. May be one of the values, no part of it another's.
+            room: ``[n]`` or longer, of `total_dtype`.
         """
+        if room is not None:
+            room = room[: out.numel()]
         signed = _AS_SIGNED.get(self.dtype)
         if signed is not None:
             values = [value.view(signed) for value in values]
             out = out.view(signed)
+            room = None if room is None else room.view(signed)
         if self.wide and len(values) > 1:
-            total = self._accumulate(values, torch.empty_like(out, dtype=torch.float32))
+            assert room is not None
+            total = self._accumulate(values, room)
             self._finish(total, len(values))
             out.copy_(total)
             return
         # In place, unless that would overwrite a value that comes later.
         address = out.data_ptr()
         late = any(value.data_ptr() == address for value in values[2:])
-        total = torch.empty_like(out) if late and out.numel() else out
+        total = out
+        if late and out.numel():
+            assert room is not None
+            total = room
         self._accumulate(values, total)
         self._finish(total, len(values))
         if total is not out:
@@ -129,6 +152,27 @@ class Reduction:
 
     def __str__(self) -> str:
         return self.name if self.name != "premul_sum" else f"{self.name} {self.factor!r}"
+
+
+_loaded: set[tuple[str, str, torch.dtype, int]] = set()
+
+
+def load_kernels(device: StreamDevice, how: Reduction, count: int) -> None:
+    """Run a reduction of so many values once, in the caller's thread, so that a device has it.
+
+    See [Note: no device calls in the driver] in `engine/streams.py`. Aligned memory and other may
+    take different kernels.
+    """
+    key = (device.name, how.name, how.dtype, count)
+    if key in _loaded:
+        return
+    dtype = how.total_dtype(count, count - 1)
+    values = [device.empty((1027,), how.dtype).zero_() for _ in range(count)]
+    room = None if dtype is None else device.empty((1027,), dtype)
+    for start in (0, 1):
+        parts = [value[start:] for value in values]
+        how.combine(parts, parts[-1], None if room is None else room[start:])
+    _loaded.add(key)
 
 
 def reduction(op: ReduceOp, dtype: torch.dtype) -> Reduction:

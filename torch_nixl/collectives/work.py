@@ -9,6 +9,7 @@ from collections.abc import Callable, Generator
 import torch
 
 from torch_nixl.collectives.operation import CollectiveOperation
+from torch_nixl.p2p.ordered import end_future, torch_devices
 
 
 class CollectiveWork:
@@ -25,23 +26,44 @@ class CollectiveWork:
         return self._operation.number
 
     def wait(self, timeout: float | None = None) -> None:
-        """Block until this rank's part has ended.
+        """Wait until this rank's part has ended: block, or have a device's stream do so.
+
+        For device memory, and without a timeout, the calling thread's current stream waits, and
+        this returns at once: what is queued from now on runs when the result is in place. If the
+        collective then fails, outputs are filled with NaN (0xFF in integers) before the stream
+        goes on, the next look from the host raises the error, and the Communicator takes no more
+        calls. Where the device's streams can't wait the host blocks.
 
         Args:
-            timeout: Seconds; the collective fails, on all ranks, when they have passed. None
-                waits until its own deadline.
+            timeout: Seconds; blocks, and the collective fails, on all ranks, when they have
+                passed. None waits until its own deadline.
 
         Raises:
             TransferTimeout: Time is up; names the ranks that have given no sign.
             MismatchError: Ranks have called different things; names both.
             PeerLostError: A rank died or closed.
-            TransferError: It failed, here or on another rank.
+            TransferError: It failed, here or on another rank; or the current stream is being
+                captured into a graph.
             ClosedError: The Communicator was closed meanwhile.
+        """
+        operation = self._operation
+        order = operation.order
+        if order is None or timeout is not None or operation.done or not order.hold():
+            operation.wait(timeout)
+
+    def synchronize(self, timeout: float | None = None) -> None:
+        """Block the host until it has ended, whatever memory it is about. Raises as `wait` does.
+
+        Args:
+            timeout: Seconds; the collective fails, on all ranks, when they have passed.
         """
         self._operation.wait(timeout)
 
     def result(self, timeout: float | None = None) -> list[torch.Tensor]:
-        """The tensors that it changed, once it has. Waits and raises as `wait` does."""
+        """The tensors that it changed, or will have when streams that `wait` go on.
+
+        Waits and raises as `wait` does.
+        """
         self.wait(timeout)
         return self._operation.outputs
 
@@ -76,7 +98,8 @@ class CollectiveWork:
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         """A future that ends when this does, with the tensors that it changed."""
-        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+        devices = torch_devices(self._operation.order)
+        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future(devices=devices)
 
         def end() -> None:
             error = self._operation.error
@@ -85,7 +108,9 @@ class CollectiveWork:
             elif isinstance(error, Exception):
                 future.set_exception(error)  # type: ignore[arg-type]  # its stub is wrong
 
-        self.add_done_callback(end)
+        order = self._operation.order
+        device = None if order is None else order.devices[0]
+        self.add_done_callback(lambda: end_future(device, end))
         return future
 
     def __await__(self) -> Generator[object, None, list[torch.Tensor]]:
@@ -106,6 +131,7 @@ class CollectiveWork:
 
             self.add_done_callback(call)
             await future
+        self.synchronize()
         return self.result()
 
     def __repr__(self) -> str:

@@ -144,6 +144,8 @@ class FakeDevice:
         self._worker = Worker(f"fake-{name}-run")
         self._allocator = Worker(f"fake-{name}-allocate")
         self.default_stream = self.new_stream()
+        self._side = self.new_stream()
+        self._landing = self.new_stream()
 
     # For programs.
 
@@ -235,12 +237,17 @@ class FakeDevice:
         return self.adopt(torch.empty(tuple(shape), dtype=dtype))
 
     def run(self, work: Callable[[], None], then: Callable[[BaseException | None], None]) -> None:
-        self._worker.submit(lambda: perform(work, then))
+        self._worker.submit(lambda: perform(lambda: self._do(self._side, work), then))
 
     def allocate(
         self, work: Callable[[], None], then: Callable[[BaseException | None], None]
     ) -> None:
-        self._allocator.submit(lambda: perform(work, then))
+        self._allocator.submit(lambda: perform(lambda: self._do(self._landing, work), then))
+
+    def _do(self, stream: FakeStream, work: Callable[[], None]) -> None:
+        with self.stream(stream):
+            work()
+            stream.synchronize()
 
     def discard(self, box: list[object]) -> None:
         self._worker.submit(box.clear)

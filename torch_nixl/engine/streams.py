@@ -18,8 +18,9 @@ it. Whatever needs the runtime is done elsewhere:
 
 - points, gates, registrations, packed copies: by the caller's thread, at the call. It may block
   there without harm, since the driver goes on;
-- unpacking, copies from host memory, filling the target of a failed receive: by a thread of the
-  device's own (`StreamDevice.run`), with copies whose kernels the caller has loaded before;
+- unpacking, copies from host memory, what collectives reduce, filling the target of a failed
+  receive: by a thread of the device's own (`StreamDevice.run`), in memory that the caller has made
+  and with kernels that it has loaded before;
 - memory for messages that nobody gave a tensor for: by a second one (`StreamDevice.allocate`),
   which may be blocked by gates without keeping the first from opening them;
 - the last reference to device memory: dropped by the device's thread, too (`discard`).
@@ -129,13 +130,14 @@ class StreamDevice(Protocol):
         ...
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Make a tensor. For work given to `allocate`."""
+        """Make a tensor. For callers' threads, and for work given to `allocate`."""
         ...
 
     def run(self, work: Callable[[], None], then: Callable[[BaseException | None], None]) -> None:
         """Have work done by the device's own thread, then tell how it ended, in that thread.
 
-        All that the work has queued has run by then. It waits for no gate.
+        The current stream is one that no program uses and that waits for no gate. All that the work
+        has queued has run by then.
         """
         ...
 

@@ -20,7 +20,7 @@ import torch
 from torch_nixl.engine.deferred import when
 from torch_nixl.engine.memory import tensor_memory
 from torch_nixl.engine.operation import Operation
-from torch_nixl.engine.streams import StreamOrder, device_of, fill_byte
+from torch_nixl.engine.streams import StreamDevice, StreamOrder, device_of, fill_byte
 
 if TYPE_CHECKING:
     from torch_nixl.p2p.exchange import Exchange
@@ -132,6 +132,30 @@ class Ordered(Operation):
         self._outs = ()  # type: ignore[misc]
         super()._release()
         order.devices[0].discard(box)
+
+
+def torch_devices(order: StreamOrder | None) -> list[int | str | torch.device]:
+    """The devices that a future of an operation has to know."""
+    if order is None:
+        return []
+    return [one.torch_device for one in order.devices if one.torch_device is not None]
+
+
+def end_future(device: StreamDevice | None, end: Callable[[], None]) -> None:
+    """End a future by the right thread.
+
+    One with devices records events on them and calls what follows, which may do anything: nothing
+    for the driver, nor for the thread whose work gates wait for.
+    """
+    if device is None:
+        end()
+    else:
+        device.allocate(end, _report)
+
+
+def _report(error: BaseException | None) -> None:
+    if error is not None:
+        log.error("a future could not be ended: %r", error)
 
 
 def always() -> bool:

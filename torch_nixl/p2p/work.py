@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
-import logging
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torch_nixl.errors import TransferError
+from torch_nixl.p2p.ordered import end_future, torch_devices
 from torch_nixl.p2p.protocol import Route
 from torch_nixl.p2p.receiving import ReceiveOperation
 from torch_nixl.p2p.sending import SendOperation
@@ -20,8 +20,6 @@ from torch_nixl.p2p.step import StepOperation
 
 if TYPE_CHECKING:
     from torch_nixl.p2p.exchange import Exchange
-
-log = logging.getLogger("torch_nixl.p2p")
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,10 +182,12 @@ class Work:
         """
         operation = self._operation
         order = None if operation is None else operation.order
-        devices: list[int | str | torch.device] = []
-        if order is not None:
-            devices += [one.torch_device for one in order.devices if one.torch_device is not None]
-        elif isinstance(operation, ReceiveOperation) and operation.lands is not None:
+        devices = torch_devices(order)
+        if (
+            order is None
+            and isinstance(operation, ReceiveOperation)
+            and operation.lands is not None
+        ):
             devices += [f"cuda:{index}" for index in range(torch.cuda.device_count())]
         future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future(devices=devices)
 
@@ -200,14 +200,12 @@ class Work:
                 future.set_exception(error)  # type: ignore[arg-type]  # its stub is wrong
 
         def call() -> None:
-            device = None if order is None else order.devices[0]
-            if device is None and isinstance(operation, ReceiveOperation):
+            device = None
+            if isinstance(operation, ReceiveOperation):
                 device = operation.landed_on
-            if device is None:
-                end()
-            else:
-                # A future with devices records events on them: nothing for the driver to do.
-                device.run(end, _report)
+            if device is None and order is not None:
+                device = order.devices[0]
+            end_future(device, end)
 
         self.add_done_callback(call)
         return future
@@ -279,8 +277,3 @@ class TreeWork(Work):
     def result(self, timeout: float | None = None) -> Any:
         """The tree or object that was received. Waits and raises as `wait` does."""
         return super().result(timeout)
-
-
-def _report(error: BaseException | None) -> None:
-    if error is not None:
-        log.error("a future could not be ended: %r", error)

@@ -12,6 +12,7 @@ from torch.autograd.profiler import record_function
 from torch.distributed.distributed_c10d import AllgatherOptions
 
 from torch_nixl import collectives
+from torch_nixl.engine.streams import device_of
 from torch_nixl.errors import ClosedError
 from torch_nixl.p2p.communicator import Communicator
 from torch_nixl.process_group.others import Other
@@ -120,10 +121,12 @@ class Operations:
     ) -> GroupWork:
         if self._destroyed:
             raise ClosedError(self._destroyed)
+        tensor = _first_tensor(args)
         pending = collective(
             *args,
             group=self._communicator,
-            async_op=opts.asyncOp,
+            # Streams wait for device tensors, where blocking calls would have the host wait.
+            async_op=opts.asyncOp or (tensor is not None and device_of(tensor) is not None),
             timeout=_seconds(opts),
             **options,
         )

@@ -9,7 +9,9 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from torch_nixl.engine.streams import device_of
 from torch_nixl.errors import TransferError
+from torch_nixl.p2p.ordered import end_future
 from torch_nixl.p2p.work import Work
 
 _NO_TIMEOUT = datetime.timedelta(0)
@@ -45,7 +47,10 @@ class GroupWork(dist.Work):
         self._outputs = outputs
 
     def wait(self, timeout: datetime.timedelta = _NO_TIMEOUT) -> bool:
-        """Block until the operation has ended.
+        """Wait until the operation has ended: block, or have the current stream of a device do so.
+
+        Of device tensors the stream waits, and this returns at once, as c10d's own backends do;
+        with a timeout it blocks.
 
         Args:
             timeout: After so long the operation ends with `TransferTimeout`. Zero, c10d's word for
@@ -102,7 +107,10 @@ class GroupWork(dist.Work):
         if self.pending is None:
             ended.set_result(None)
         else:
-            self.pending.add_done_callback(lambda: ended.set_result(None))
+            device = device_of(self._outputs[0]) if self._outputs else None
+            self.pending.add_done_callback(
+                lambda: end_future(device, lambda: ended.set_result(None))
+            )
         return future
 
     def _check(self, ended: torch.futures.Future[None]) -> list[torch.Tensor]:
