@@ -58,6 +58,7 @@ class Agreement(Operation):
         "_data",
         "_exposed",
         "_index",
+        "_on_devices",
         "_orphaned",
         "_reads",
         "_ready",
@@ -101,6 +102,7 @@ class Agreement(Operation):
         self.broken: BaseException | None = None
         self._total = sum(one.memory.nbytes for one in buffers)
         self._buffers = tuple(buffers)
+        self._on_devices = tuple(one.tensor for one in buffers if one.device is not None)
         self._unwritable = why_not_writable(self._buffers)
         self._index = 0
         self._data = b""
@@ -242,7 +244,8 @@ class Agreement(Operation):
             return None
         self._reads &= self._they_read
         self._agreed = True
-        return None if self._step is None else self._begin(self._step)
+        step = self._step
+        return None if step is None or not step.ready else self._begin(step)
 
     def _begin(self, step: StepOperation) -> Callable[[], None] | None:
         """Say how a step's bytes go, the ends having agreed. Holds the lock.

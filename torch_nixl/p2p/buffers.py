@@ -9,9 +9,9 @@ import torch
 
 from torch_nixl.engine import spans as algebra
 from torch_nixl.engine.memory import Memory, tensor_memory
+from torch_nixl.engine.streams import StreamDevice, device_of
 from torch_nixl.p2p.description import Description, describe
-from torch_nixl.p2p.protocol import should_pack
-from torch_nixl.p2p.tensors import settle
+from torch_nixl.p2p.protocol import EAGER_NBYTES, should_pack
 from torch_nixl.p2p.terms import MAX_PATH
 
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
@@ -51,6 +51,8 @@ class Buffer:
         description: Its dtype and shape.
         memory: What is moved.
         packed: Whether that is a copy's.
+        device: The device it is on, as far as its streams go; None for host memory.
+        host: Where bytes of a small device tensor stop on their way to and from a frame.
         reason: Why it can't be received into, as half a sentence; empty if it can.
     """
 
@@ -62,6 +64,8 @@ class Buffer:
         "_shape",
         "_storage",
         "description",
+        "device",
+        "host",
         "memory",
         "packed",
         "path",
@@ -79,9 +83,15 @@ class Buffer:
         self.description: Description = describe(tensor, name=name)
         self.reason = memory.reason
         self.packed = should_pack(len(memory.spans), memory.nbytes)
+        self.device = device_of(tensor)
+        self.host: torch.Tensor | None = None
+        if self.device is not None and memory.nbytes <= EAGER_NBYTES:
+            # It may travel in a frame: from and to the host go contiguous bytes only.
+            self.packed = len(memory.spans) > 1
+            self.host = torch.empty(tensor.shape, dtype=tensor.dtype)
         self._copy: torch.Tensor | None = None
         if self.packed:
-            self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+            self._copy = _copy_of(tensor, self.device, writable=not memory.reason)
         self.memory: Memory = memory if self._copy is None else tensor_memory(self._copy)
         # What tells whether the tensor still lies where it did. Of the tensor, not of the copy.
         self._address = tensor.data_ptr()
@@ -101,16 +111,46 @@ class Buffer:
             and tensor.shape == self._shape
         )
 
+    @property
+    def on_host(self) -> torch.Tensor:
+        """What a frame's bytes are copied from and to."""
+        return self.tensor if self.host is None else self.host
+
     def pack(self) -> None:
         """Bring the bytes to where they are moved from."""
         if self._copy is not None:
             self._copy.copy_(self.tensor.detach())
-        settle(self.tensor.device)
 
     def unpack(self) -> None:
         """Bring the bytes that have landed to where they belong."""
         if self._copy is not None:
             self.tensor.detach().copy_(self._copy)
+
+    # By its device's thread.
+
+    def pack_on(self, device: StreamDevice, *, to_host: bool) -> None:
+        """Bring a device's bytes to where they are moved from, or to the host."""
+        if self._copy is not None:
+            device.copy(self._copy, self.tensor)
+        if to_host:
+            assert self.host is not None
+            device.copy(self.host, self.tensor if self._copy is None else self._copy)
+
+    def unpack_on(self, device: StreamDevice, *, from_host: bool) -> None:
+        """Bring bytes that have landed on a device, or the host, to where they belong."""
+        if from_host:
+            assert self.host is not None
+            device.copy(self.tensor if self._copy is None else self._copy, self.host)
+        if self._copy is not None:
+            device.copy(self.tensor, self._copy)
+
+
+def _copy_of(tensor: torch.Tensor, device: StreamDevice | None, *, writable: bool) -> torch.Tensor:
+    """Make room for a packed copy. On a device, load the kernels that pack and unpack it."""
+    if device is None:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    make = device.buffer if writable else device.pack
+    return make(tensor, device.current())
 
 
 def buffers_of(tree: object) -> tuple[Buffer, ...]:

@@ -39,6 +39,10 @@ class Channel(Generic[T]):
     far ahead the sender is. To move one step while the program works on the last, use two channels
     with different tags, over two sets of tensors, in turn.
 
+    Device tensors move in the order of streams: a step begins once what is queued on their current
+    streams at the call has run, and the `wait` of its Work has the current streams wait. `send` and
+    `recv` block the host. See `Work.wait`, also for what a failure then leaves behind.
+
     A step that fails, by its timeout or in any other way, ends the channel on both ranks: they no
     longer agree on what has arrived. All later steps raise the same error until both call
     `reconnect`.
@@ -72,6 +76,8 @@ class Channel(Generic[T]):
 
         Raises:
             ValueError: A tensor was resized, or its memory has moved: reconnect.
+            PoisonedError: A step or message failed while a device's stream waited for it: make
+                new Communicators, and reconnect by these.
             MismatchError: The two ends differ in structure, shapes or dtypes.
             TransferTimeout: The other end did not receive in time, or its time was up. Memory stays
                 owned until nothing moves there any more; use `isend` to know when.
@@ -89,7 +95,7 @@ class Channel(Generic[T]):
     def recv(self, *, timeout: float | None = None) -> T:
         """Receive into the tensors, and return them. See `send` for arguments and errors.
 
-        After an error they hold undefined bytes.
+        After an error they hold undefined bytes, on devices NaN.
         """
         self._post(Role.RECEIVE, timeout, waiting=True).run()
         return self.like

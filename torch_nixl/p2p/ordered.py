@@ -10,10 +10,11 @@ See `engine/streams.py`. Whatever ends one that receives, these are its last ste
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 import torch
 
@@ -92,21 +93,18 @@ class Ordered(Operation):
             # whose driver looks at points otherwise, may be closed by now.
             when(order.passed, lambda: self._fill(then))
             return
-        steps = [(device, out) for out in self._outs if (device := device_of(out)) is not None]
-
-        def step() -> None:
-            if not steps:
-                then()
-                return
-            device, out = steps.pop()
-            device.run(lambda: device.fill(tensor_memory(out), fill_byte(out.dtype)), filled)
+        jobs: list[Job] = []
+        for out in self._outs:
+            device = device_of(out)
+            if device is not None:
+                jobs.append((device, functools.partial(_fill, device, out)))
 
         def filled(error: BaseException | None) -> None:
             if error is not None:
                 log.error("%s: its target could not be filled: %s", self, error)
-            step()
+            then()
 
-        step()
+        run_in_turn(jobs, filled)
 
     def _release(self) -> None:
         order = self.order
@@ -132,6 +130,34 @@ class Ordered(Operation):
         self._outs = ()  # type: ignore[misc]
         super()._release()
         order.devices[0].discard(box)
+
+
+Job: TypeAlias = tuple[StreamDevice, Callable[[], None]]
+"""What a device's thread is to do."""
+
+
+def run_in_turn(jobs: Sequence[Job], then: Callable[[BaseException | None], None]) -> None:
+    """Have jobs done one after the other; then call `then` with the first error, if any.
+
+    It is called by the last device's thread, or at once if there are no jobs.
+    """
+    rest = list(reversed(jobs))
+    first: list[BaseException] = []
+
+    def step(error: BaseException | None) -> None:
+        if error is not None:
+            first.append(error)
+        if rest:
+            device, work = rest.pop()
+            device.run(work, step)
+        else:
+            then(first[0] if first else None)
+
+    step(None)
+
+
+def _fill(device: StreamDevice, out: torch.Tensor) -> None:
+    device.fill(tensor_memory(out), fill_byte(out.dtype))
 
 
 def torch_devices(order: StreamOrder | None) -> list[int | str | torch.device]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from torch_nixl.engine.adapter import Direction
 from torch_nixl.engine.prepared import IndexedRows
+from torch_nixl.engine.streams import order_of
 from torch_nixl.errors import (
     ClosedError,
     MetadataError,
@@ -17,13 +18,12 @@ from torch_nixl.errors import (
 )
 from torch_nixl.p2p import protocol, terms
 from torch_nixl.p2p.agreement import Agreement, do
+from torch_nixl.p2p.buffers import Buffer
+from torch_nixl.p2p.ordered import Job, run_in_turn
 from torch_nixl.p2p.protocol import Route
-from torch_nixl.p2p.step import StepMove, StepOperation
+from torch_nixl.p2p.step import DeviceStep, StepMove, StepOperation
 from torch_nixl.p2p.tensors import from_bytes, join
 from torch_nixl.p2p.terms import Role
-
-if TYPE_CHECKING:
-    pass
 
 
 class Session(Agreement):
@@ -49,17 +49,54 @@ class Session(Agreement):
                 raise ValueError(moved)
         if role is Role.SEND:
             for one in self._buffers:
-                if not self._eager and (one.packed or not one.tensor.is_cpu):
+                if not self._eager and one.packed and one.device is None:
                     one.pack()
         elif self._unwritable:
             raise ValueError(f"this end can't receive: {self._unwritable}")
+        outs = self._on_devices
+        order = order_of(outs) if outs else None
+        index = self._index
         with self.exchange.lock:
             self._check()
-            step = StepOperation(self, self._index, role, deadline, waiting=waiting)
+            step: StepOperation
+            if order is None:
+                step = StepOperation(self, index, role, deadline, waiting=waiting)
+            else:
+                outs = outs if role is Role.RECEIVE else ()
+                step = DeviceStep(self, index, role, deadline, order, outs, waiting=waiting)
             self._step = step
+            act = self._begin(step) if self._agreed and step.ready else None
+        do(act)
+        if isinstance(step, DeviceStep):
+            step.when_passed(lambda: self._pack(step))
+        return step
+
+    def _pack(self, step: StepOperation) -> None:
+        """Have devices' threads bring what is sent to where it is moved from."""
+        jobs: list[Job] = []
+        if step.role is Role.SEND:
+            jobs = self._jobs(Buffer.pack_on, to_host=self._eager)
+        run_in_turn(jobs, lambda error: self._get_ready(step, error))
+
+    def _jobs(self, work: Callable[..., None], **how: bool) -> list[Job]:
+        """What devices' threads have to do for their tensors."""
+        return [
+            (one.device, functools.partial(work, one, one.device, **how))
+            for one in self._buffers
+            if one.device is not None and one.memory.nbytes and (one.packed or any(how.values()))
+        ]
+
+    def _get_ready(self, step: StepOperation, error: BaseException | None) -> None:
+        """The bytes of a step may be touched."""
+        if error is not None:
+            self.fail(TransferError(f"{step}: could not pack what is sent: {error}"))
+            return
+        with self.exchange.lock:
+            if self._step is not step or self.broken is not None:
+                return
+            step.ready = True  # type: ignore[misc]  # not of one without a device
             act = self._begin(step) if self._agreed else None
         do(act)
-        return step
 
     def _check(self) -> None:
         broken = self.broken
@@ -67,6 +104,8 @@ class Session(Agreement):
             raise copy.copy(broken) from broken.__cause__
         if self.exchange.closed is not None:
             raise ClosedError(str(self.exchange.closed))
+        if self.exchange.poisoned is not None:
+            self.exchange.check_poison()
         if self._step is not None:
             raise TransferError(f"{self._step} is still under way: wait for it first")
 
@@ -121,9 +160,9 @@ class Session(Agreement):
         exchange = self.exchange
         body = terms.pack_moved(exchange.context, self.number, step.index)
         if len(self._buffers) == 1:
-            body = join(body, self._buffers[0].tensor)
+            body = join(body, self._buffers[0].on_host)
         else:
-            body = b"".join([body, *(join(b"", one.tensor) for one in self._buffers)])
+            body = b"".join([body, *(join(b"", one.on_host) for one in self._buffers)])
         exchange.send(self.peer, terms.BYTES, body)
 
     def on_bytes(self, index: int, body: bytes) -> None:
@@ -145,13 +184,22 @@ class Session(Agreement):
             for one in self._buffers:
                 end = at + one.description.nbytes
                 if alone:
-                    from_bytes(one.description, data, at, one.tensor, None)
+                    from_bytes(one.description, data, at, one.on_host, None)
                 else:
-                    from_bytes(one.description, data[at:end], 0, one.tensor, None)
+                    from_bytes(one.description, data[at:end], 0, one.on_host, None)
                 at = end
         except (RuntimeError, ValueError) as caught:
             error = TransferError(f"{step}: could not copy what came: {caught}")
-        self._part_moved(step, error)
+        if error is not None or step.order is None:
+            self._part_moved(step, error)
+            return
+
+        def then(failure: BaseException | None) -> None:
+            if failure is not None:
+                failure = TransferError(f"{step}: could not copy what came: {failure}")
+            self._part_moved(step, failure)
+
+        run_in_turn(self._jobs(Buffer.unpack_on, from_host=True), then)
 
     def _check_index(self, index: int) -> None:
         if not self._index <= index <= self._index + 1:
@@ -265,26 +313,41 @@ class Session(Agreement):
             if step.owes or step.expects or step.ending or self.broken:
                 return
             step.ending = True
-        error: TransferError | None = None
-        if step.role is Role.RECEIVE and self.packed and not self._eager:
-            try:
-                for one in self._buffers:
+        if step.role is not Role.RECEIVE or not self.packed or self._eager:
+            self._end_step(step, None)
+            return
+        error: BaseException | None = None
+        try:
+            for one in self._buffers:
+                if one.device is None:
                     one.unpack()
-            except RuntimeError as caught:
-                error = TransferError(f"{step}: could not unpack what came: {caught}")
+        except RuntimeError as caught:
+            error = caught
+        jobs = [] if error else self._jobs(Buffer.unpack_on, from_host=False)
+        run_in_turn(jobs, lambda failure: self._end_step(step, error or failure))
+
+    def _end_step(self, step: StepOperation, error: BaseException | None) -> None:
+        """All that a step moves is in place, or can't be put there."""
+        failure: TransferError | None = None
+        if error is not None:
+            failure = TransferError(f"{step}: could not unpack what came: {error}")
         with self.exchange.lock:
+            if self.broken is not None:
+                return  # Its time was up meanwhile.
             self._step = None
             self._index += 1
-        step.finish(error)
+        step.finish(failure)
         self._forget_ended(step)
         step.release()
-        if error is not None:
-            self.fail(error)
+        if failure is not None:
+            self.fail(failure)
         elif self._orphaned:
             self.abandon()
 
     def what_it_waits_for(self) -> str:
         """Why a step has not begun to move, for its timeout."""
+        if self._step is not None and not self._step.ready:
+            return "before what its device's stream had queued has run"
         if self.theirs is None:
             return "before the other end made this channel"
         if not self._agreed:

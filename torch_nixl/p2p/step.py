@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
+
+import torch
 
 from torch_nixl.engine.adapter import Direction
 from torch_nixl.engine.operation import Operation
 from torch_nixl.engine.prepared import IndexedRows, IndexedTransfer
 from torch_nixl.errors import TransferCancelled
+from torch_nixl.p2p.ordered import Ordered
 from torch_nixl.p2p.protocol import Route
 from torch_nixl.p2p.terms import Role
 
 if TYPE_CHECKING:
+    from torch_nixl.engine.streams import StreamOrder
     from torch_nixl.p2p.peer import Peer
     from torch_nixl.p2p.session import Session
 
@@ -37,10 +41,12 @@ class StepOperation(Operation):
         moves: What is under way.
         route: Which way bytes go.
         packed: Whether some of them were packed on this end.
-        order: None: channels aren't in stream order.
+        order: None: a `DeviceStep` has one.
+        ready: Whether bytes may be touched: what was queued on devices has run.
     """
 
-    order = None
+    order: StreamOrder | None = None
+    ready = True
 
     __slots__ = (
         "announced",
@@ -145,6 +151,39 @@ class StepOperation(Operation):
 
     def on_left(self, error: BaseException) -> None:
         """The session, which is told too, ends it."""
+
+
+class DeviceStep(Ordered, StepOperation):
+    """A step that has device memory on this end."""
+
+    __slots__ = ("_exchange", "_last", "_outs", "order", "ready")
+
+    def __init__(
+        self,
+        session: Session,
+        index: int,
+        role: Role,
+        deadline: float | None,
+        order: StreamOrder,
+        outs: tuple[torch.Tensor, ...],
+        *,
+        waiting: bool,
+    ) -> None:
+        super().__init__(session, index, role, deadline, waiting=waiting)
+        self._exchange = session.exchange
+        self._last = False
+        self._outs: tuple[torch.Tensor, ...] = ()
+        self.ready = False
+        self.put_in_order(order, outs)
+
+    def when_passed(self, action: Callable[[], None]) -> None:
+        """Go on once what was queued before has run: now, or in the driver."""
+        self._when_passed((self.order,), action)
+
+    def finish(self, error: BaseException | None) -> None:
+        super().finish(error)
+        if error is not None and self.role is Role.RECEIVE:
+            self._limit_hold()
 
 
 class StepMove(IndexedTransfer):

@@ -186,15 +186,6 @@ def copy_into(out: torch.Tensor, source: torch.Tensor) -> None:
         out.detach().copy_(source)
 
 
-def settle(device: torch.device) -> None:
-    """Wait on the host for what the current stream of a device has queued so far.
-
-    For what is not in stream order: channels and collectives.
-    """
-    if device.type != "cpu":
-        getattr(torch, device.type).current_stream(device).synchronize()
-
-
 def check_fits(description: Description, out: torch.Tensor) -> None:
     """Refuse a message that `out` doesn't fit.
 
