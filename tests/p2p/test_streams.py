@@ -642,3 +642,60 @@ def test_sender_hears_of_a_small_message_that_does_not_fit_a_device_tensor(
     assert a.connection.progress.wait_until(lambda: send.exception() is not None, None)
     with pytest.raises(MismatchError):
         send.wait()
+
+
+@pytest.mark.parametrize("likeness", [False, True], ids=["", "like"])
+@SIZES
+def test_tree_without_tensors_for_it_lands_on_the_device(
+    world: World, device: FakeDevice, count: int, likeness: bool
+) -> None:
+    a, b = world()
+    tree = {"a": torch.full((count,), 2.0), "b": [torch.ones(3), 5]}
+    like = {"a": device.zeros(count), "b": [device.zeros(3), 0]}
+    with device:
+        work = b.irecv_tree(0, like=like) if likeness else b.irecv_tree(0)
+        send = a.isend_tree(tree, 1)
+        got = work.result()
+        send.wait()
+        assert got["b"][1] == 5
+        # They are device tensors: a send of them waits for the stream.
+        device.default_stream.launch(lambda: got["a"].add_(1), seconds=0.01)
+        back = b.isend(got["a"], 0)
+        received = a.recv(1)
+    back.synchronize()
+    assert bool((received == 3).all())
+    assert bool((got["b"][0] == 1).all())
+    assert device.kept.count(device.default_stream) >= 2
+    made = {thread for call, thread in device.calls if call == "empty"}
+    assert made == {"fake-fake:0-allocate"}, "memory was made by the thread that moves bytes"
+
+
+@SIZES
+def test_strided_tensors_of_a_tree(
+    world: World, device: FakeDevice, slow: threading.Event, count: int
+) -> None:
+    a, b = world()
+    out = {"a": device.zeros(count, 2)[:, 0], "b": torch.zeros(3, 2)[:, 1]}
+    device.default_stream.launch(lambda: wait_on(slow))
+    before = queued(device.default_stream, out["a"])
+    work = b.irecv_tree(0, out=out)
+    work.wait()
+    seen = queued(device.default_stream, out["a"])
+    send = a.isend_tree({"a": torch.full((count,), 4.0), "b": torch.full((3,), 4.0)}, 1)
+    assert not work.is_completed()
+    slow.set()
+    assert work.result() is out
+    send.synchronize()
+    device.default_stream.synchronize(SECONDS)
+    assert bool((before[0] == 0).all())
+    assert bool((seen[0] == 4).all())
+    assert bool((out["b"] == 4).all())
+
+
+def test_result_of_a_tree_with_one_tensor_is_the_tree(world: World, device: FakeDevice) -> None:
+    a, b = world()
+    out = {"a": device.zeros(SMALL), "n": 0}
+    work = b.irecv_tree(0, out=out)
+    a.isend_tree({"a": torch.ones(SMALL), "n": 7}, 1)
+    assert work.result() is out
+    assert out["n"] == 7

@@ -6,8 +6,11 @@ import pickle
 import threading
 from typing import TYPE_CHECKING, Any
 
+from torch_nixl.engine.streams import Landing as LandsOn
+from torch_nixl.engine.streams import StreamDevice, device_of
 from torch_nixl.errors import TransferError
 from torch_nixl.p2p.bundles import fits_frame
+from torch_nixl.p2p.description import Content
 from torch_nixl.p2p.device_receiving import DeviceReceive
 from torch_nixl.p2p.landing import ObjectLanding, Pickle, TreeLanding
 from torch_nixl.p2p.layout import Layout, register_all
@@ -22,7 +25,7 @@ if TYPE_CHECKING:
 class TreeReceive(DeviceReceive):
     """A receive of a tree. Registers the receiver's own tensors when it is made."""
 
-    __slots__ = ("_prepared",)
+    __slots__ = ("_prepared", "_tree")
 
     def __init__(
         self,
@@ -32,13 +35,26 @@ class TreeReceive(DeviceReceive):
         landing: TreeLanding,
         deadline: float | None,
         order: StreamOrder | None = None,
+        lands: LandsOn | None = None,
     ) -> None:
-        super().__init__(exchange, source, tag, landing, deadline)
+        super().__init__(exchange, source, tag, landing, deadline, lands)
+        self._tree = landing
         self.put_in_order(order, landing.own_tensors)
         # Now, while the message is on its way, or not even sent.
         held = register_all(self._connection, landing.own_memories)
         self._memories = tuple(held)
         self._prepared = {id(one.memory): one for one in held}
+
+    def _landing_device(self, content: Content) -> StreamDevice | None:
+        if self.order is not None:
+            return self.order.devices[0]
+        return self._tree.device_of(content)
+
+    def keep(self) -> None:
+        for tensor in self._tree.tensors if self.landed_on is not None else ():
+            device = device_of(tensor)
+            if device is not None:
+                device.keep(tensor, device.current())
 
     def _release(self) -> None:
         super()._release()

@@ -246,8 +246,7 @@ class Communicator(TreeMethods):
         )
         operation.wait()
         result: torch.Tensor = operation.result
-        if operation.landed_on is not None:
-            operation.landed_on.keep(result, operation.landed_on.current())
+        operation.keep()
         return result
 
     def irecv(

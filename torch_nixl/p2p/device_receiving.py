@@ -58,6 +58,11 @@ class DeviceReceive(Ordered, ReceiveOperation):
     def has_begun(self) -> bool:
         return self._working or super().has_begun()
 
+    def keep(self) -> None:
+        device = self.landed_on
+        if device is not None and isinstance(self.result, torch.Tensor):
+            device.keep(self.result, device.current())
+
     # What comes.
 
     def deliver(

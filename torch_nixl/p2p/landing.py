@@ -11,6 +11,8 @@ import torch
 
 from torch_nixl.engine import spans as algebra
 from torch_nixl.engine.memory import Memory, require_writable, tensor_memory
+from torch_nixl.engine.streams import Landing as LandsOn
+from torch_nixl.engine.streams import StreamDevice, device_of
 from torch_nixl.errors import MetadataError
 from torch_nixl.p2p.bundles import (
     ALL,
@@ -41,7 +43,9 @@ class TreeLanding:
         tensors: The tree's tensors here, in the order that it was sent in, once that is known.
     """
 
-    def __init__(self, out: Any, like: Any, device: torch.device | None) -> None:
+    def __init__(
+        self, out: Any, like: Any, device: torch.device | None, lands: LandsOn | None = None
+    ) -> None:
         """Check what the receiver gives.
 
         Args:
@@ -49,6 +53,7 @@ class TreeLanding:
             like: A tree to imitate, or `NOTHING`.
             device: Where new tensors are made; by default where those of `like` are, or on the
                 sender's kind of device.
+            lands: Where those of a sender's kind of device are made; None for torch's choice.
 
         Raises:
             TypeError, ValueError: `out` can't be received into.
@@ -56,6 +61,9 @@ class TreeLanding:
         self._out = out
         self._like = like
         self._device = device
+        self._lands = lands
+        self._parsed: tuple[bytes, Node, Sequence[Description]] | None = None
+        self._rooms: dict[int, torch.Tensor] = {}
         self._own: Packed | None = None
         self._root: Node | None = None
         self._memories: dict[int, Memory] = {}
@@ -91,6 +99,46 @@ class TreeLanding:
         """The receiver's own tensors."""
         return () if self._own is None else tuple(self._own.tensors)
 
+    def load_kernels(self) -> None:
+        """Have what unpacks strided device tensors loaded, and room for small ones made.
+
+        By the caller's thread: see [Note: no device calls in the driver] in `engine/streams.py`.
+        """
+        own = self._own
+        if own is None:
+            return
+        small = choose_limit(own.descriptions) == ALL
+        for tensor in own.tensors:
+            device = None if tensor.is_contiguous() else device_of(tensor)
+            if device is None:
+                continue
+            key = (device.name, tensor.dtype, tensor.dim())
+            if small or key not in _loaded:
+                room = device.buffer(tensor, device.current())
+                _loaded.add(key)
+                if small:
+                    self._rooms[id(tensor)] = room
+
+    def device_of(self, content: Content) -> StreamDevice | None:
+        """A device on which some of a tree lands that nobody gave tensors for."""
+        lands = self._lands
+        if lands is None or not isinstance(content, Bundle) or content.form is not Form.TREE:
+            return None
+        try:
+            root, descriptions = self._parse(content)
+            found = [lands(what.device) for what in descriptions]
+            if self._like is not NOTHING:
+                found += map(device_of, match(root, descriptions, self._like, name="like"))
+        except (MetadataError, MismatchError):
+            return None  # Said when it is received.
+        return next((device for device in found if device is not None), None)
+
+    def _parse(self, bundle: Bundle) -> tuple[Node, Sequence[Description]]:
+        parsed = self._parsed
+        if parsed is None or parsed[0] != bundle.manifest:
+            parsed = self._parsed = (bundle.manifest, *parse(bundle.manifest))
+        return parsed[1], parsed[2]
+
     def take(self, content: Content, body: bytes, at: int) -> object:
         arrangement = self.begin(content)
         if arrangement.apart:
@@ -98,9 +146,13 @@ class TreeLanding:
         source = ctypes.cast(ctypes.c_char_p(body), ctypes.c_void_p).value
         assert source is not None
         start = source + at
+        targets = [self._rooms.get(id(one), one) for one in self.tensors]
         for piece in arrangement.pieces:
-            unpack_from(start, piece, self.tensors)
+            unpack_from(start, piece, targets)
             start += piece.nbytes
+        for target, tensor in zip(targets, self.tensors, strict=True):
+            if target is not tensor:
+                copy_into(tensor, target)
         return self.finish()
 
     def adopt(self, content: Content, tensors: Sequence[torch.Tensor]) -> object:
@@ -124,7 +176,8 @@ class TreeLanding:
         if own is not None and own.manifest == bundle.manifest:
             descriptions, self.tensors = own.descriptions, own.tensors
         else:
-            self._root, descriptions = parse(bundle.manifest)
+            self._root, parsed = self._parse(bundle)
+            descriptions = list(parsed)
         arrangement = arrange(descriptions, bundle.limit)
         if arrangement.nbytes != bundle.nbytes:
             raise MetadataError(f"{bundle}: its tensors have {arrangement.nbytes} bytes")
@@ -136,19 +189,21 @@ class TreeLanding:
         if self._out is not NOTHING:
             return match(root, descriptions, self._out, name="out")
         if self._like is NOTHING:
-            devices = [landing_device(what, self._device) for what in descriptions]
-        else:
-            found = match(root, descriptions, self._like, name="like")
-            devices = [
-                tensor.device
-                if self._device is None and tensor.device.type in DEVICES
-                else landing_device(what, self._device)
-                for what, tensor in zip(descriptions, found, strict=True)
-            ]
+            return [self._make(what, landing_device(what, self._device)) for what in descriptions]
         return [
-            torch.empty(what.shape, dtype=what.dtype, device=device)
-            for what, device in zip(descriptions, devices, strict=True)
+            self._make(what, landing_device(what, self._device))
+            if self._device is not None or tensor.device.type not in DEVICES
+            else _make_at(tensor, what)
+            for what, tensor in zip(
+                descriptions, match(root, descriptions, self._like, name="like"), strict=True
+            )
         ]
+
+    def _make(self, what: Description, where: torch.device | None) -> torch.Tensor:
+        device = None if self._lands is None else self._lands(what.device)
+        if device is not None:
+            return device.empty(what.shape, what.dtype)
+        return torch.empty(what.shape, dtype=what.dtype, device=where)
 
     def memory(self, index: int) -> Memory:
         """Where one of the tensors lies."""
@@ -163,6 +218,17 @@ class TreeLanding:
         if self._root is not None:
             fill(self._root, self._out)
         return self._out
+
+
+def _make_at(tensor: torch.Tensor, what: Description) -> torch.Tensor:
+    """Make a tensor on the device of another."""
+    device = device_of(tensor)
+    if device is not None:
+        return device.empty(what.shape, what.dtype)
+    return torch.empty(what.shape, dtype=what.dtype, device=tensor.device)
+
+
+_loaded: set[tuple[str, torch.dtype, int]] = set()
 
 
 def require(content: Content, form: Form) -> Bundle:

@@ -139,6 +139,9 @@ class ReceiveOperation(Operation):
         peer = f" ({self.remote.name})" if self.remote is not None else ""
         return f"receive from {source}, tag {self.tag}{peer}"
 
+    def keep(self) -> None:
+        """Have what was made for the message kept for the calling thread's current streams."""
+
     def received(self) -> Any:
         """What was received, as the receiver wants it."""
         return self.result

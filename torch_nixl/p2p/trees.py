@@ -10,6 +10,7 @@ import torch
 
 from torch_nixl.engine.memory import tensor_memory
 from torch_nixl.engine.streams import FAKES, order_of
+from torch_nixl.engine.streams import landing as landing_of
 from torch_nixl.p2p import protocol
 from torch_nixl.p2p.bundle_receiving import ObjectReceive, TreeReceive
 from torch_nixl.p2p.bundles import (
@@ -133,6 +134,7 @@ class TreeMethods:
         """
         operation = self._receive_tree(src, out, like, tag, device, timeout, spin=True)
         operation.wait()
+        operation.keep()
         return operation.received()
 
     def irecv_tree(
@@ -311,9 +313,11 @@ class TreeMethods:
         if where is not None and where.type not in DEVICES:
             raise ValueError(f"device={device}: expected one of {', '.join(DEVICES)}")
         deadline = self._source(src, tag, timeout)
-        landing = TreeLanding(out, like, where)
+        lands = landing_of(where) if out is NOTHING else None
+        landing = TreeLanding(out, like, where, lands)
+        landing.load_kernels()
         order = order_of(landing.own_tensors)
-        operation = TreeReceive(self._exchange, src, tag, landing, deadline, order)
+        operation = TreeReceive(self._exchange, src, tag, landing, deadline, order, lands)
         try:
             self._exchange.inbox.post(operation, spin=spin)
         except BaseException:

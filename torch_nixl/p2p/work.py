@@ -122,9 +122,8 @@ class Work:
         else:
             self.wait(timeout)
         result: torch.Tensor | None = operation.received()
-        if result is not None and operation.landed_on is not None:
-            # It was made for the message, on a stream of the device's own.
-            operation.landed_on.keep(result, operation.landed_on.current())
+        if result is not None:
+            operation.keep()
         return out if result is None else result
 
     def is_completed(self) -> bool:
