@@ -349,10 +349,10 @@ def test_capture_is_refused_and_counts_as_no_call(world: World) -> None:
     a, b = world(2)
     device = FakeDevice()
     tensor = device.tensor(torch.ones(10))
-    device.capturing = True
+    device.captured.add(device.default_stream)
     with pytest.raises(TransferError, match="captured into a graph"):
         c.all_reduce_tensor(tensor, group=a, async_op=True)
-    device.capturing = False
+    device.captured.clear()
     works = [
         some(c.all_reduce_tensor(one, group=comm, async_op=True))
         for one, comm in ((tensor, a), (torch.ones(10), b))

@@ -145,7 +145,7 @@ def test_capture_is_refused_and_nothing_is_held(
     ends: tuple[Connection, Connection], device: FakeDevice
 ) -> None:
     owner, _ = ends
-    device.capturing = True
+    device.captured.add(device.default_stream)
     with pytest.raises(TransferError, match="captured into a graph"):
         owner.expose(Direction.READ, [tensor_memory(device.zeros(SIZE))])
     assert len(owner.operations) == 0

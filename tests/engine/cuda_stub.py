@@ -63,7 +63,7 @@ class StubModule:
         self.num_streams = 0
         self.streams: dict[int, StubStream] = {}
         self.local = threading.local()
-        self.capturing = False
+        self.captured: set[StubStream] = set()
         self.default = {index: StubStream(self, index) for index in range(2)}
 
     @property
@@ -93,7 +93,7 @@ class StubModule:
         return stream if stream is not None and stream.index == index else self.default[index]
 
     def is_current_stream_capturing(self) -> bool:
-        return self.capturing
+        return self.current_stream(self.index) in self.captured
 
 
 class StubDriver:

@@ -176,9 +176,16 @@ def test_stream_of_another_device_is_not_owned(module: StubModule) -> None:
 
 def test_capture_is_refused(module: StubModule) -> None:
     device = make(module, StubDriver(module))
-    module.capturing = True
+    module.captured.add(module.default[0])
     with pytest.raises(TransferError, match=r"cuda:0 is being captured.*torch\.cuda\.graph"):
         StreamOrder([device])
+    other = StubStream(module, 0)
+    StreamOrder([device], other)
+    module.captured.clear()
+    module.captured.add(other)
+    StreamOrder([device])
+    with pytest.raises(TransferError, match="is being captured"):
+        StreamOrder([device], other)
 
 
 @pytest.mark.parametrize("holds", [True, False])

@@ -270,11 +270,11 @@ def test_failure_while_the_target_is_in_use_fills_it_later(
 
 def test_capture_is_refused_and_leaves_the_channel_alone(world: World, device: FakeDevice) -> None:
     a, b = ends(world, lambda _: device.zeros(SMALL))
-    device.capturing = True
+    device.captured.add(device.default_stream)
     for begin in (a.isend, b.irecv):
         with pytest.raises(TransferError, match="captured into a graph"):
             begin()
-    device.capturing = False
+    device.captured.clear()
     a.like.fill_(1)
     receive = b.irecv()
     a.send()

@@ -146,14 +146,20 @@ def test_capture_is_refused_by_name(world: World, device: FakeDevice) -> None:
     a, b = world()
     out = device.zeros(3)
     work = b.irecv(0, out=out)
-    device.capturing = True
+    device.captured.add(device.default_stream)
     with pytest.raises(TransferError, match="captured into a graph"):
         a.isend(device.zeros(3), 1)
     with pytest.raises(TransferError, match="captured into a graph"):
         a.irecv(1, out=device.zeros(3))
     with pytest.raises(TransferError, match="captured into a graph"):
         work.wait()
-    device.capturing = False
+    device.captured.clear()
+    other = device.new_stream()
+    device.captured.add(other)
+    with pytest.raises(TransferError, match="captured into a graph"):
+        a.isend(device.zeros(LARGE, 2)[:, 0], 1, stream=other)
+    with pytest.raises(TransferError, match="captured into a graph"):
+        a.irecv(1, out=device.zeros(3), stream=other)
     a.send(torch.ones(3), 1)
     work.synchronize()
 

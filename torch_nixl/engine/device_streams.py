@@ -238,16 +238,17 @@ class DeviceStreams:
             return False
         return (device.index or 0) == self._index
 
-    def check_capture(self) -> None:
+    def check_capture(self, stream: object = None) -> None:
         capturing = getattr(self._module, "is_current_stream_capturing", None)
         if capturing is None:
             return
-        # Asks about the current device's stream.
-        with self._module.device(self._index):
+        # Asks about the current device's current stream.
+        chosen = contextlib.nullcontext() if stream is None else self._module.stream(stream)
+        with self._module.device(self._index), chosen:
             if capturing():
                 raise TransferError(
-                    f"the current stream of {self.name} is being captured into a graph: transfers "
-                    "need the host and can't be replayed; call them outside of torch.cuda.graph"
+                    f"a stream of {self.name} is being captured into a graph: transfers need the "
+                    "host and can't be replayed; call them outside of torch.cuda.graph"
                 )
 
     def record(self, stream: object) -> Point:

@@ -127,7 +127,7 @@ class FakeDevice:
     Attributes:
         calls: Names of the threads that called for what a real device's runtime would be needed.
         kept: Streams that tensors were kept for, as `record_stream` would.
-        capturing: Set it to have operations refused, as in a graph capture.
+        captured: Streams on which operations are refused, as in a graph capture.
     """
 
     torch_device = None
@@ -137,7 +137,7 @@ class FakeDevice:
         self.holds = holds
         self.calls: list[tuple[str, str]] = []
         self.kept: list[FakeStream] = []
-        self.capturing = False
+        self.captured: set[FakeStream] = set()
         self.num_opened = 0
         self._local = threading.local()
         self._num_streams = 0
@@ -196,9 +196,9 @@ class FakeDevice:
     def owns(self, stream: object) -> bool:
         return isinstance(stream, FakeStream) and stream.device is self
 
-    def check_capture(self) -> None:
-        if self.capturing:
-            raise TransferError(f"the current stream of {self.name} is being captured into a graph")
+    def check_capture(self, stream: object = None) -> None:
+        if (self.current() if stream is None else stream) in self.captured:
+            raise TransferError(f"a stream of {self.name} is being captured into a graph")
 
     def record(self, stream: object) -> Point:
         return self._own("record", stream).record()

@@ -89,8 +89,8 @@ class StreamDevice(Protocol):
         """Whether a stream is one of this device's."""
         ...
 
-    def check_capture(self) -> None:
-        """Refuse to go on while the current stream is captured into a graph.
+    def check_capture(self, stream: object = None) -> None:
+        """Refuse to go on while a stream, by default the current one, is captured into a graph.
 
         Raises:
             TransferError: It is.
@@ -287,11 +287,13 @@ class StreamOrder:
         self._gates: dict[StreamDevice, Gate] = {}
         self._lock = threading.Lock()
         self._settled = False
-        for device in self.devices:
-            device.check_capture()
-        for device in self.devices:
-            chosen = stream if stream is not None and device.owns(stream) else device.current()
-            self._points.append(device.record(chosen))
+        given = [
+            stream if stream is not None and one.owns(stream) else None for one in self.devices
+        ]
+        for device, chosen in zip(self.devices, given, strict=True):
+            device.check_capture(chosen)
+        for device, chosen in zip(self.devices, given, strict=True):
+            self._points.append(device.record(device.current() if chosen is None else chosen))
 
     def passed(self) -> bool:
         """Whether all that was queued when this was made has run."""

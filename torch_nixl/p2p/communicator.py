@@ -246,7 +246,8 @@ class Communicator(TreeMethods):
         )
         operation.wait()
         result: torch.Tensor = operation.result
-        operation.keep()
+        if operation.landed_on is not None:
+            operation.keep()
         return result
 
     def irecv(

@@ -135,12 +135,13 @@ def send_tensor(
     tag: int = 0,
     group: Group = None,
     timeout: float | None = None,
+    stream: object = None,
 ) -> None:
     """Send a tensor. See `Communicator.send`.
 
     With a process group, `dst` is a global rank, as in c10d.
     """
-    _find(group).send(tensor, _rank_in(group, dst), tag=tag, timeout=timeout)
+    _find(group).send(tensor, _rank_in(group, dst), tag=tag, timeout=timeout, stream=stream)
 
 
 def recv_tensor(
@@ -151,10 +152,13 @@ def recv_tensor(
     device: torch.device | str | None = None,
     group: Group = None,
     timeout: float | None = None,
+    stream: object = None,
 ) -> torch.Tensor:
     """Receive a tensor, whatever its shape and dtype. See `Communicator.recv`."""
     source = None if src is None else _rank_in(group, src)
-    return _find(group).recv(source, out=out, tag=tag, device=device, timeout=timeout)
+    return _find(group).recv(
+        source, out=out, tag=tag, device=device, timeout=timeout, stream=stream
+    )
 
 
 def isend_tensor(
@@ -164,9 +168,10 @@ def isend_tensor(
     tag: int = 0,
     group: Group = None,
     timeout: float | None = None,
+    stream: object = None,
 ) -> Work:
     """Begin to send a tensor. See `Communicator.isend`."""
-    return _find(group).isend(tensor, _rank_in(group, dst), tag=tag, timeout=timeout)
+    return _find(group).isend(tensor, _rank_in(group, dst), tag=tag, timeout=timeout, stream=stream)
 
 
 def irecv_tensor(
@@ -177,10 +182,13 @@ def irecv_tensor(
     device: torch.device | str | None = None,
     group: Group = None,
     timeout: float | None = None,
+    stream: object = None,
 ) -> Work:
     """Begin to receive a tensor. See `Communicator.irecv`."""
     source = None if src is None else _rank_in(group, src)
-    return _find(group).irecv(source, out=out, tag=tag, device=device, timeout=timeout)
+    return _find(group).irecv(
+        source, out=out, tag=tag, device=device, timeout=timeout, stream=stream
+    )
 
 
 def send_tree(

@@ -118,12 +118,10 @@ def pack(tensor: torch.Tensor, device: StreamDevice, stream: object) -> torch.Te
 
 
 def _chosen(device: StreamDevice, stream: object) -> object:
-    device.check_capture()
-    if stream is None:
-        return device.current()
-    if not device.owns(stream):
+    if stream is not None and not device.owns(stream):
         raise ValueError(f"stream={stream!r}: expected a stream of {device.name}")
-    return stream
+    device.check_capture(stream)
+    return device.current() if stream is None else stream
 
 
 class DeviceLanding:
