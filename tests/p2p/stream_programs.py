@@ -41,6 +41,32 @@ def pipeline(rank: Rank) -> int:
         return comm.statistics().outstanding
 
 
+def channel(rank: Rank) -> list[int]:
+    """Steps of channels between kernels of both ranks, with no host wait but the channels' own."""
+    device = FakeDevice()
+    with make(rank) as comm:
+        for number, count in enumerate(SIZES):
+            tensors = [device.zeros(count), device.zeros(count, 2)[:, 0] if count < HUGE else None]
+            like = [one for one in tensors if one is not None]
+            stream = device.new_stream()
+            with comm.channel(1 - rank.rank, like=like, tag=number) as steps, device.stream(stream):
+                for turn in range(6):
+                    if turn % 2 == rank.rank:
+                        for tensor in like:
+                            stream.launch(lambda tensor=tensor: tensor.add_(1), seconds=0.002)  # type: ignore[misc]
+                        work = steps.isend()
+                    else:
+                        work = steps.irecv()
+                    work.wait()
+                work.synchronize()
+                stream.synchronize()
+                assert all(bool((tensor == 6).all()) for tensor in like), (count, like)
+                # Neither closes before the other has ended its last step.
+                comm.send(torch.ones(1), 1 - rank.rank)
+                comm.recv(1 - rank.rank)
+        return [comm.statistics().outstanding]
+
+
 def killed_sender(rank: Rank) -> bool:
     """Rank 1 is killed while a stream of rank 0 waits for it."""
     device = FakeDevice()

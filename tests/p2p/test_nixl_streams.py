@@ -7,11 +7,19 @@ import pytest
 from p2p import stream_programs
 from torch_nixl.testing import RankPool, RanksFailed, run_ranks
 
+TLS = pytest.mark.parametrize("tls", ["", "tcp,self"], ids=["cma", "tcp"])
 
-@pytest.mark.parametrize("tls", ["", "tcp,self"], ids=["cma", "tcp"])
+
+@TLS
 def test_kernels_and_messages_of_two_ranks_keep_their_order(rank_pool: RankPool, tls: str) -> None:
     env = {"UCX_TLS": tls} if tls else {}
     assert rank_pool.run(stream_programs.pipeline, world_size=2, env=env) == [0, 0]
+
+
+@TLS
+def test_steps_of_channels_keep_their_order(rank_pool: RankPool, tls: str) -> None:
+    env = {"UCX_TLS": tls} if tls else {}
+    assert rank_pool.run(stream_programs.channel, world_size=2, env=env) == [[0], [0]]
 
 
 def test_killed_peer_leaves_nan_to_the_stream_that_waits(rank_pool: RankPool) -> None:

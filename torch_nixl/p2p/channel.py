@@ -41,7 +41,8 @@ class Channel(Generic[T]):
 
     Device tensors move in the order of streams: a step begins once what is queued on their current
     streams at the call has run, and the `wait` of its Work has the current streams wait. `send` and
-    `recv` block the host. See `Work.wait`, also for what a failure then leaves behind.
+    `recv` block the host, as does a step that follows one that a stream waits for. See `Work.wait`,
+    also for what a failure then leaves behind.
 
     A step that fails, by its timeout or in any other way, ends the channel on both ranks: they no
     longer agree on what has arrived. All later steps raise the same error until both call

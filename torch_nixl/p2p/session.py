@@ -38,6 +38,9 @@ class Session(Agreement):
             ValueError: The tensors can't be received into, or one of them has moved.
             TransferError: The last step is still under way, or the channel is broken.
         """
+        last = self._step
+        if last is not None and last.order is not None and last.order.held:
+            last.wait()  # Its program has waited for it, by a stream.
         self._check()
         for one in self._buffers:
             if not one.in_place:
