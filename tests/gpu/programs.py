@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 import torch_nixl
+from torch_nixl.collectives import all_reduce_tensor, barrier
 from torch_nixl.p2p.communicator import Communicator
 from torch_nixl.testing import Rank
 
@@ -266,6 +267,35 @@ def landing(rank: Rank, kind: str) -> bool:
         return True
 
 
+def collective(rank: Rank, kind: str) -> bool:
+    """A slow producer before an all-reduce and a channel's step; consumers right after `wait`."""
+    gpu = Gpu.of(rank.rank, kind)
+    with communicator(rank) as comm:
+        tensor = torch.zeros(COUNT, device=gpu.device)
+        like = torch.zeros(COUNT, device=gpu.device)
+        with comm.channel(1 - rank.rank, like=like) as channel:
+            for turn in range(1, 4):
+                with gpu.new_stream():
+                    gpu.busy(PRODUCER_SECONDS / 10)
+                    tensor.fill_(rank.rank + turn)
+                    work = all_reduce_tensor(tensor, group=comm, async_op=True)
+                    assert work is not None
+                    work.wait()
+                    total = tensor.sum()
+                    if rank.rank == 0:
+                        like.fill_(turn)
+                    step = channel.isend() if rank.rank == 0 else channel.irecv()
+                    step.wait()
+                    moved = like.sum()
+                    gpu.finish()
+                    step.synchronize()
+                assert float(total) == (2.0 * turn + 1) * COUNT
+                assert float(moved) == float(turn) * COUNT
+            # Neither closes before the other has ended its last step.
+            barrier(group=comm)
+        return True
+
+
 def bandwidth(rank: Rank, kind: str, nbytes: int = BANDWIDTH_BYTES) -> dict[str, float]:
     """GB/s (10^9) from rank 0's device to rank 1's, and of what it competes with."""
     gpu = Gpu.of(rank.rank, kind)
@@ -319,4 +349,5 @@ CHECKS: dict[str, Callable[[Rank, str], float | str]] = {
     "failure": failure,
     "cross": cross,
     "landing": landing,
+    "collective": collective,
 }
