@@ -27,6 +27,8 @@ T = TypeVar("T")
 _lock = threading.RLock()
 _default: Communicator | None = None
 _by_group: weakref.WeakKeyDictionary[dist.ProcessGroup, Communicator] = weakref.WeakKeyDictionary()
+_made: list[Communicator] = []
+"""All that were made here: also those of groups that are gone, which are closed with the others."""
 
 
 def init(
@@ -40,8 +42,8 @@ def init(
 ) -> Communicator:
     """Make a Communicator. All ranks of the group do so, in the same order.
 
-    The first one that is made without a `group` becomes the default that the functions of this
-    module use.
+    The first one that is made without a `group`, or for the default process group, becomes the
+    default that the functions of this module use.
 
     Args:
         group: Whose ranks; with any backend. By default the default process group, if there is
@@ -72,10 +74,18 @@ def init(
             raise ValueError(
                 "no process group, no store and no torchrun: pass store=, rank= and world_size="
             )
-        if group is not None:
+        _made[:] = [one for one in _made if not one.closed]
+        _made.append(communicator)
+        world = dist.group.WORLD if dist.is_initialized() else None
+        if group is not None and group is not world:
             _by_group[group] = communicator
-        elif _default is None or _default.closed:
+            return communicator
+        if _default is None or _default.closed:
             _default = communicator
+        if store is None and world is not None:
+            known = _by_group.get(world)
+            if known is None or known.closed:
+                _by_group[world] = communicator
         return communicator
 
 
@@ -105,9 +115,8 @@ def shutdown() -> None:
     """Close all Communicators that `init` and `get_communicator` made. Idempotent."""
     global _default
     with _lock:
-        communicators = [*_by_group.values()]
-        if _default is not None:
-            communicators.append(_default)
+        communicators = list(_made)
+        _made.clear()
         _by_group.clear()
         _default = None
     for communicator in communicators:
@@ -315,8 +324,6 @@ def batch_isend_irecv(operations: Iterable[SendOrReceive]) -> list[Work]:
     group: Group = groups.pop() if groups else None
     entries: Sequence[SendOrReceive] = operations
     if group is not None and not isinstance(group, Communicator):
-        if group is dist.group.WORLD:
-            return _find(None).batch_isend_irecv(entries)
         entries = [
             _Entry(one.op, one.tensor, _rank_in(group, one.peer), one.tag or 0)
             for one in operations
