@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torch_nixl.errors import MetadataError
-from torch_nixl.p2p.bundles import ALL, arrange, choose_limit
+from torch_nixl.p2p.bundles import ONE_PIECE, arrange, choose_num_apart
 from torch_nixl.p2p.description import Bundle, Form, describe
 from torch_nixl.p2p.description import parse as parse_content
 from torch_nixl.p2p.fitting import build, fill, match
@@ -143,10 +143,10 @@ def test_description_of_a_bundle_survives_the_wire(form: Form, manifest: bytes, 
     sent = Bundle(form, manifest if form is Form.TREE else b"", limit, n)
     parsed = parse_content(b"ab" + sent.packed + b"payload", 2)
     assert isinstance(parsed, Bundle)
-    assert (parsed.form, parsed.manifest, parsed.limit, parsed.nbytes, parsed.packed) == (
+    assert (parsed.form, parsed.manifest, parsed.num_apart, parsed.nbytes, parsed.packed) == (
         sent.form,
         sent.manifest,
-        sent.limit,
+        sent.num_apart,
         sent.nbytes,
         sent.packed,
     )
@@ -241,10 +241,10 @@ def test_scalars_are_replaced_where_that_is_possible() -> None:
     assert like["a"]["b"] == Fixed(1)
 
 
-@given(st.lists(st.integers(0, 100_000), max_size=50), st.integers(0, 1 << 17))
-def test_arrangement_has_every_byte_once(sizes: list[int], limit: int) -> None:
+@given(st.lists(st.integers(0, 100_000), max_size=50), st.integers(0, 60))
+def test_arrangement_has_every_byte_once(sizes: list[int], num_apart: int) -> None:
     descriptions = [describe(torch.empty(size, dtype=torch.uint8)) for size in sizes]
-    for chosen in (limit, ALL, choose_limit(descriptions)):
+    for chosen in (num_apart, ONE_PIECE, choose_num_apart(descriptions)):
         found = arrange(descriptions, chosen)
         side_by_side = [index for piece in found.pieces for index in piece.indices]
         assert sorted(side_by_side + found.apart) == [i for i, n in enumerate(sizes) if n]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -37,10 +36,6 @@ MAX_HISTORY: Final = 4096
 
 MAX_ASKED: Final = 64
 """Ranks up to which all are asked; beyond, only those that are waited for."""
-
-
-MEET_SECONDS: Final = 1.0
-"""How long the store is asked for a rank until it is seen whether the rank has come by itself."""
 
 
 class CollectiveGroup:
@@ -130,18 +125,8 @@ class CollectiveGroup:
         if len(peers) == communicator.world_size - 1:
             return
         for rank in range(communicator.world_size):
-            while rank != communicator.rank and rank not in peers:
-                # One that had nothing to wait for may have closed by now, and its key be gone: it
-                # has introduced itself before.
-                communicator.connection.progress.sweep()
-                if rank in peers:
-                    break
-                soon = time.monotonic() + MEET_SECONDS
-                try:
-                    communicator._meet(rank, "rank", soon if limit is None else min(soon, limit))
-                except TransferTimeout:
-                    if limit is not None and time.monotonic() >= limit:
-                        raise
+            if rank != communicator.rank and rank not in peers:
+                communicator._meet(rank, "rank", limit)
 
     def check_strays(self, operation: CollectiveOperation) -> None:
         """Fail if a rank has sent something by now that no collective of ours receives.

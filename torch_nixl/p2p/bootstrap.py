@@ -17,16 +17,21 @@ import hashlib
 import secrets
 import threading
 import time
+from collections.abc import Callable
 
 from torch.distributed import Store
 
 from torch_nixl.engine.envelope import seal, unseal
-from torch_nixl.errors import ClosedError, MetadataError, TransferTimeout
+from torch_nixl.errors import ClosedError, MetadataError, TransferError, TransferTimeout
 
 LEAVE_SECONDS = 3.0
 """How long closing waits for the store."""
 
 _SLICE_SECONDS = 1.0
+_FIRST_SLICE_SECONDS = 0.05
+
+_MAX_BROKEN = 3
+"""Times in a row that a store may fail at once, instead of at its timeout."""
 
 
 class Bootstrap:
@@ -69,32 +74,58 @@ class Bootstrap:
         """Tell the others how to reach this rank."""
         self._store.set(f"{self._prefix}/{self._rank}", seal(metadata, key=self._key).hex())
 
-    def fetch(self, rank: int, timeout: float | None) -> bytes:
-        """Wait until a rank has published how to reach it.
+    def fetch(self, rank: int, timeout: float | None, has_come: Callable[[], bool]) -> bytes:
+        """Wait until a rank has published how to reach it, or has come by itself.
+
+        Args:
+            rank: Which.
+            timeout: Seconds; None for no limit.
+            has_come: Whether it has. Asked now and then.
+
+        Returns:
+            What it published; nothing if it has come by itself.
 
         Raises:
             TransferTimeout: It hasn't within `timeout` seconds.
+            TransferError: The store doesn't work any more.
             MetadataError: What it published is not acceptable.
             ClosedError: This Communicator was closed meanwhile.
         """
         key = f"{self._prefix}/{rank}"
         deadline = None if timeout is None else time.monotonic() + timeout
+        longest = _FIRST_SLICE_SECONDS
+        broken = 0
         while True:
-            left = _SLICE_SECONDS if deadline is None else deadline - time.monotonic()
+            if has_come():
+                return b""
+            started = time.monotonic()
+            left = longest if deadline is None else deadline - started
             if self._left:
                 raise ClosedError("the Communicator was closed")
-            wait = datetime.timedelta(seconds=max(0.001, min(left, _SLICE_SECONDS)))
+            seconds = max(0.001, min(left, longest))
             try:
-                self._store.wait([key], wait)
+                self._store.wait([key], datetime.timedelta(seconds=seconds))
                 text = self._store.get(key)
                 break
             # What a store raises at its timeout differs between stores and releases.
             except RuntimeError as error:
+                waited = time.monotonic() - started
+                if waited >= seconds / 2:
+                    broken = 0
+                elif seconds >= _FIRST_SLICE_SECONDS:
+                    broken += 1
+                    if broken == _MAX_BROKEN:
+                        raise TransferError(
+                            f"rank {rank} can't be looked up: the store that ranks find each other "
+                            f"through does not work any more: {error}"
+                        ) from error
+                    time.sleep(seconds - waited)
                 if left <= 0:
                     raise TransferTimeout(
                         f"rank {rank} has not made its Communicator within {timeout} s, or has "
                         "closed it already"
                     ) from error
+            longest = min(2 * longest, _SLICE_SECONDS)
         try:
             return unseal(bytes.fromhex(text.decode()), key=self._key)
         except ValueError as error:

@@ -1,11 +1,12 @@
 """The bytes of trees: in which order they travel, where they lie, and where they land.
 
 [Note: order of a tree's bytes]
-Tensors of fewer bytes than the description's limit travel side by side, each at a multiple of 16
-bytes: those of one kind of device in one piece, CPU first. The others follow as they lie, in the
-order of the manifest. The sender chooses the limit, so that both sides know the order, and each of
-them decides by itself which of the others it packs (scattered ones) or receives through a
-temporary. Where all of it fits a frame, everything is under the limit.
+The largest tensors, as many as the description says, travel on their own: as they lie, in the order
+of the manifest; of several of one size the first in it. The others go before them, side by side,
+each at a multiple of 16 bytes: those of one kind of device in one piece, CPU first. The sender
+chooses the number, so that both sides know the order, and each of them decides by itself which of
+those on their own it packs (scattered ones) or receives through a temporary. Where all of it fits a
+frame, everything is in one piece.
 """
 
 from __future__ import annotations
@@ -25,14 +26,15 @@ from torch_nixl.p2p.manifest import Packed
 from torch_nixl.p2p.place import MAX_SPANS
 from torch_nixl.p2p.protocol import EAGER_NBYTES, PACK_SPAN_NBYTES, should_pack
 from torch_nixl.p2p.tensors import (
+    contiguous_copy,
     copy_into,
     host_address,
     require_plain,
     sendable,
 )
 
-ALL: Final = (1 << 64) - 1
-"""The limit where everything is in one piece."""
+ONE_PIECE: Final = (1 << 64) - 1
+"""Instead of a number: everything is in one piece, whatever the devices."""
 
 MAX_APART: Final = 1000
 """Most tensors of a tree that travel on their own: each takes a span, and a region at worst."""
@@ -83,40 +85,38 @@ class Arrangement:
     nbytes: int
 
 
-def arrange(descriptions: Sequence[Description], limit: int) -> Arrangement:
+def arrange(descriptions: Sequence[Description], num_apart: int) -> Arrangement:
     """Order a tree's tensors; those without bytes are left out."""
-    if limit == ALL:
+    together = num_apart == ONE_PIECE
+    if together:
         pieces = {"cpu": Piece("cpu")}
     else:
         pieces = {device: Piece(device) for device in DEVICES}
-    apart: list[int] = []
-    total = 0
-    for index, what in enumerate(descriptions):
-        nbytes = what.nbytes
-        if not nbytes:
-            continue
-        if nbytes >= limit:
-            apart.append(index)
-            total += nbytes
-        else:
-            pieces["cpu" if limit == ALL else what.device].add(index, nbytes)
+    sizes = [what.nbytes for what in descriptions]
+    alone = set() if together else _largest(sizes, num_apart)
+    for index, (what, nbytes) in enumerate(zip(descriptions, sizes, strict=True)):
+        if nbytes and index not in alone:
+            pieces["cpu" if together else what.device].add(index, nbytes)
     found = [piece for piece in pieces.values() if piece.nbytes]
-    return Arrangement(found, apart, total + sum(piece.nbytes for piece in found))
+    apart = sorted(alone)
+    total = sum(sizes[index] for index in apart) + sum(piece.nbytes for piece in found)
+    return Arrangement(found, apart, total)
 
 
-def choose_limit(descriptions: Sequence[Description]) -> int:
-    """Below which size tensors travel side by side."""
+def _largest(sizes: Sequence[int], count: int) -> set[int]:
+    """The places of the largest sizes; the first of those that are equal. None of them is 0."""
+    places = [place for place, nbytes in enumerate(sizes) if nbytes]
+    if count < len(places):
+        # Sorting keeps the order of equal ones.
+        places = sorted(places, key=sizes.__getitem__, reverse=True)[:count]
+    return set(places)
+
+
+def choose_num_apart(descriptions: Sequence[Description]) -> int:
+    """How many tensors travel on their own, or `ONE_PIECE`."""
     if sum(_aligned(what.nbytes) for what in descriptions) <= EAGER_NBYTES:
-        return ALL
-    sizes = sorted((what.nbytes for what in descriptions), reverse=True)
-    if len(sizes) <= MAX_APART:
-        return PACK_SPAN_NBYTES
-    return max(PACK_SPAN_NBYTES, sizes[MAX_APART] + 1)
-
-
-def raise_limit(descriptions: Sequence[Description], num_apart: int) -> int:
-    """A limit that leaves half as many tensors on their own."""
-    return sorted((what.nbytes for what in descriptions), reverse=True)[num_apart // 2] + 1
+        return ONE_PIECE
+    return min(MAX_APART, sum(what.nbytes >= PACK_SPAN_NBYTES for what in descriptions))
 
 
 def resolve(tensor: torch.Tensor) -> torch.Tensor:
@@ -182,11 +182,11 @@ def one_piece(tree: Packed) -> tuple[Bundle, torch.Tensor]:
     Raises:
         TypeError, ValueError: A tensor can't be sent.
     """
-    arrangement = arrange(tree.descriptions, ALL)
+    arrangement = arrange(tree.descriptions, ONE_PIECE)
     buffer = torch.zeros(arrangement.nbytes, dtype=torch.uint8)
     for piece in arrangement.pieces:
         pack_into(buffer, piece, tree.tensors)
-    return Bundle(Form.TREE, tree.manifest, ALL, buffer.nbytes), buffer
+    return Bundle(Form.TREE, tree.manifest, ONE_PIECE, buffer.nbytes), buffer
 
 
 def copy_all(tree: Packed) -> tuple[Bundle, list[torch.Tensor]]:
@@ -195,9 +195,9 @@ def copy_all(tree: Packed) -> tuple[Bundle, list[torch.Tensor]]:
     Raises:
         TypeError, ValueError: A tensor can't be sent.
     """
-    nbytes = arrange(tree.descriptions, ALL).nbytes
-    copies = [sendable(tensor).detach().clone() for tensor in tree.tensors]
-    return Bundle(Form.TREE, tree.manifest, ALL, nbytes), copies
+    nbytes = arrange(tree.descriptions, ONE_PIECE).nbytes
+    copies = [contiguous_copy(sendable(tensor)) for tensor in tree.tensors]
+    return Bundle(Form.TREE, tree.manifest, ONE_PIECE, nbytes), copies
 
 
 class TreeSource:
@@ -212,13 +212,13 @@ class TreeSource:
 
     __slots__ = ("bundle", "memories", "num_apart", "packed")
 
-    def __init__(self, tree: Packed, limit: int) -> None:
+    def __init__(self, tree: Packed, num_apart: int) -> None:
         """Find where a tree's bytes lie, and pack what is small or scattered.
 
         Raises:
             TypeError, ValueError: A tensor can't be sent.
         """
-        arrangement = arrange(tree.descriptions, limit)
+        arrangement = arrange(tree.descriptions, num_apart)
         memories = [tensor_memory(tree.tensors[index]) for index in arrangement.apart]
         scattered = scattered_ones(memories, len(arrangement.pieces))
         for place in scattered:
@@ -234,7 +234,7 @@ class TreeSource:
             pieces.append(tensor_memory(buffer))
         # Copies on devices are queued on their current streams: see `order_of`.
         self.memories = pieces + memories
-        self.bundle = Bundle(Form.TREE, tree.manifest, limit, arrangement.nbytes)
+        self.bundle = Bundle(Form.TREE, tree.manifest, num_apart, arrangement.nbytes)
 
 
 def scattered_ones(memories: Sequence[Memory], num_pieces: int) -> list[int]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import math
 import time
 from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
 
 from torch_nixl.engine.connection import DEFAULT_TIMEOUT, Connection
+from torch_nixl.engine.operation import deadline_after
 from torch_nixl.errors import ClosedError
 from torch_nixl.p2p import protocol
 from torch_nixl.p2p.bootstrap import Bootstrap
@@ -31,6 +31,9 @@ T = TypeVar("T")
 
 CLOSE_SECONDS = 5.0
 """How long `close` waits for what was sent to be received."""
+
+GIVE_UP_SECONDS = 1.0
+"""How long `close` then waits for receivers to let go of what was not."""
 
 
 class Communicator(TensorMethods, TreeMethods):
@@ -80,9 +83,19 @@ class Communicator(TensorMethods, TreeMethods):
             self._hub.add(self._exchange)
             self._bootstrap.publish(self._connection.metadata()[0])
         except BaseException:
+            self._unmake()
             if self._shares:
                 leave_connection(self._connection, abort=False, timeout=CLOSE_SECONDS)
             raise
+
+    def _unmake(self) -> None:
+        """Take back what a constructor that failed has done."""
+        exchange, bootstrap = getattr(self, "_exchange", None), getattr(self, "_bootstrap", None)
+        if exchange is not None:
+            exchange.closed = ClosedError("the Communicator could not be made")
+            self._hub.remove(exchange)
+        if bootstrap is not None:
+            bootstrap.leave()
 
     @property
     def connection(self) -> Connection:
@@ -130,11 +143,11 @@ class Communicator(TensorMethods, TreeMethods):
         """Meet the other end of a channel. For `Channel`.
 
         Raises:
-            ValueError: No such rank or tag, or this rank's own.
+            TypeError, ValueError: No such rank or tag, or this rank's own.
             TransferTimeout, PeerLostError, ClosedError: As `channel`.
         """
-        if not 0 <= tag <= protocol.MAX_TAG:
-            raise ValueError(f"tag={tag}: expected 0 to 2^63 - 1")
+        protocol.check_tag(tag)
+        peer = protocol.check_rank(peer, self.world_size, "peer")
         if peer == self.rank:
             raise ValueError(f"peer={peer}: a channel needs another rank than its own")
         known = self._exchange.peers.get(peer)
@@ -147,19 +160,32 @@ class Communicator(TensorMethods, TreeMethods):
     def _meet(self, rank: int, name: str, deadline: float | None) -> Peer:
         if self._exchange.closed is not None:
             raise ClosedError(str(self._exchange.closed))
-        if not (isinstance(rank, int) and 0 <= rank < self.world_size):
-            raise ValueError(f"{name}={rank!r}: expected a rank, 0 to {self.world_size - 1}")
+        protocol.check_rank(rank, self.world_size, name)
         timeout = None if deadline is None else deadline - time.monotonic()
-        blob = self._bootstrap.fetch(rank, timeout)
-        return self._exchange.contact(rank, blob)
+        blob = self._bootstrap.fetch(rank, timeout, lambda: self._has_come(rank))
+        # It may have closed since, and its key be gone: it has introduced itself before.
+        return self._exchange.contact(rank, blob) if blob else self._exchange.peers[rank]
+
+    def _has_come(self, rank: int) -> bool:
+        """Whether a rank is met: it may have met us first."""
+        self._connection.progress.sweep()
+        return rank in self._exchange.peers
+
+    def _source(self, src: int | None, timeout: float | None) -> tuple[int | None, float | None]:
+        """Meet the rank that something is to come from; return it, and the deadline."""
+        exchange = self._exchange
+        if exchange.poisoned is not None:
+            exchange.check_poison()
+        deadline = self._deadline(timeout)
+        if src is not None:
+            if type(src) is not int:
+                src = protocol.check_rank(src, self.world_size, "src")
+            if src not in exchange.peers and src != self.rank:
+                self._meet(src, "src", deadline)
+        return src, deadline
 
     def _deadline(self, timeout: float | None) -> float | None:
-        seconds = self.timeout if timeout is None else timeout
-        if seconds is None or seconds == math.inf:
-            return None
-        if not seconds >= 0:
-            raise ValueError(f"timeout={seconds}: expected seconds, 0 or more")
-        return time.monotonic() + seconds
+        return deadline_after(self.timeout if timeout is None else timeout)
 
     # The end.
 
@@ -167,7 +193,8 @@ class Communicator(TensorMethods, TreeMethods):
         """End gracefully: what waits to be received fails, what was sent is received. Idempotent.
 
         Args:
-            timeout: Seconds after which sends that were not received fail, too.
+            timeout: Seconds after which sends that were not received fail, too. Their receivers
+                then have one more to let go of the memory.
         """
         self._end("the Communicator was closed", timeout)
 
@@ -195,9 +222,8 @@ class Communicator(TensorMethods, TreeMethods):
             for one in exchange.outstanding():
                 one.fail(ClosedError(f"{one}: {why}"))
             if timeout is not None:
-                self._connection.progress.wait_until(
-                    exchange.has_ended, min(deadline, time.monotonic() + 1.0)
-                )
+                until = time.monotonic() + GIVE_UP_SECONDS
+                self._connection.progress.wait_until(exchange.has_ended, until)
             exchange.channels.close()
         exchange.say_leave()
         self._hub.remove(exchange)

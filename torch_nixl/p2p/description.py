@@ -111,20 +111,20 @@ class Bundle:
     Attributes:
         form: What it is.
         manifest: A tree's structure, not looked into yet; empty for an object.
-        limit: Tensors of fewer bytes travel side by side in one piece, those of more on their own.
+        num_apart: How many tensors travel on their own: see [Note: order of a tree's bytes].
         nbytes: Bytes of it all.
         packed: How it travels.
         device: Where what is in one piece lands.
     """
 
-    __slots__ = ("device", "form", "limit", "manifest", "nbytes", "packed")
+    __slots__ = ("device", "form", "manifest", "nbytes", "num_apart", "packed")
 
-    def __init__(self, form: Form, manifest: bytes, limit: int, nbytes: int) -> None:
+    def __init__(self, form: Form, manifest: bytes, num_apart: int, nbytes: int) -> None:
         self.form = form
         self.manifest = manifest
-        self.limit = limit
+        self.num_apart = num_apart
         self.nbytes = nbytes
-        self.packed = _BUNDLE.pack(form, 0, 0, 0, len(manifest), limit, nbytes) + manifest
+        self.packed = _BUNDLE.pack(form, 0, 0, 0, len(manifest), num_apart, nbytes) + manifest
         self.device = "cpu"
 
     def __str__(self) -> str:
@@ -196,13 +196,13 @@ def parse_tensor(body: bytes, at: int) -> Description:
 def _parse_bundle(body: bytes, at: int) -> Bundle:
     if len(body) < at + _BUNDLE.size:
         raise MetadataError("description is cut")
-    form, *zeros, manifest_nbytes, limit, nbytes = _BUNDLE.unpack_from(body, at)
+    form, *zeros, manifest_nbytes, num_apart, nbytes = _BUNDLE.unpack_from(body, at)
     at += _BUNDLE.size
-    if form == Form.OBJECT and (manifest_nbytes or limit):
+    if form == Form.OBJECT and (manifest_nbytes or num_apart):
         raise MetadataError("description of an object has more than its size")
     if any(zeros) or manifest_nbytes > len(body) - at or nbytes >= 1 << 63:
         raise MetadataError("description of a tree or an object is cut, or makes no sense")
-    return Bundle(Form(form), body[at : at + manifest_nbytes], limit, nbytes)
+    return Bundle(Form(form), body[at : at + manifest_nbytes], num_apart, nbytes)
 
 
 def _parse(packed: bytes, ndim: int) -> Description:

@@ -10,11 +10,12 @@ may be taken inside of it, never the other way round; nobody polls while holding
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, TypeAlias
 
 from torch_nixl.errors import ClosedError, MetadataError, PeerLostError, PoisonedError
@@ -48,6 +49,7 @@ class Exchange:
         world_size: How many ranks there are.
         peers: Those met, by rank.
         by_remote: The same by agent.
+        num_probing: Threads that wait in `probe` for a message from any rank.
         closed: Why nothing can be done any more; None while all is well.
         poisoned: Why no call is taken any more; None while all is well.
         handlers: What is done with frames of each kind.
@@ -70,6 +72,7 @@ class Exchange:
         self.peers: dict[int, Peer] = {}
         self.by_remote: dict[Remote, Peer] = {}
         self._num_gone = 0
+        self.num_probing = 0
         self.closed: BaseException | None = None
         self.poisoned: PoisonedError | None = None
         self.outbox = Outbox(self)
@@ -117,7 +120,7 @@ class Exchange:
             self.send(
                 peer, protocol.INTRO, protocol.pack_intro(self.context, self.rank, self.world_size)
             )
-            if self.inbox.matcher.num_any:
+            if self.inbox.matcher.num_any or self.num_probing:
                 self.look_after(peer)
         if remote.lost_error is not None:
             self.lose(peer, remote.lost_error)
@@ -207,9 +210,30 @@ class Exchange:
             peer.pending -= 1
             self.look_after(peer)
 
+    @contextlib.contextmanager
+    def looking_after(self, source: int | None) -> Iterator[None]:
+        """Have a rank, or each if it is None, looked after by who waits for it in no table."""
+        peer = None if source is None else self.peers.get(source)
+        self._count_waiting(source, peer, 1)
+        try:
+            yield
+        finally:
+            self._count_waiting(source, peer, -1)
+
+    def _count_waiting(self, source: int | None, peer: Peer | None, by: int) -> None:
+        with self.lock:
+            if peer is not None:
+                peer.pending += by
+                self.look_after(peer)
+            elif source is None:
+                self.num_probing += by
+                for one in self.peers.values():
+                    self.look_after(one)
+
     def look_after(self, peer: Peer) -> None:
         busy = self.connection.operations.busy
-        if peer.error is None and (peer.pending or self.inbox.matcher.num_any):
+        from_any = self.inbox.matcher.num_any or self.num_probing
+        if peer.error is None and (peer.pending or from_any):
             busy[peer.link] = None
         else:
             busy.pop(peer.link, None)

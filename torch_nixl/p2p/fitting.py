@@ -15,7 +15,15 @@ from typing import Any, Final
 import torch
 
 from torch_nixl.p2p.description import Description
-from torch_nixl.p2p.manifest import Kind, Node, children, is_tensordict, kind_of, path_of
+from torch_nixl.p2p.manifest import (
+    Kind,
+    Node,
+    children,
+    is_tensordict,
+    kind_of,
+    path_of,
+    shown,
+)
 from torch_nixl.p2p.tensors import MismatchError
 
 NOTHING: Final = object()
@@ -66,7 +74,7 @@ class _Matcher:
             if kind is None or kind >= Kind.TENSOR:
                 self._refuse(_expected(kind, pattern), str(node))
             if fixed and self._name == "out" and not _same(node.value, pattern):
-                self._refuse(f"{pattern!r}, which can't be replaced where it is,", str(node))
+                self._refuse(f"{shown(pattern)}, which can't be replaced where it is,", str(node))
         elif kind is not node.kind:
             self._refuse(_expected(kind, pattern), str(node))
         else:

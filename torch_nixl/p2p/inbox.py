@@ -8,8 +8,15 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from torch_nixl.engine import observers
-from torch_nixl.errors import ClosedError, MetadataError, PeerLostError, TransferTimeout
+from torch_nixl.errors import (
+    ClosedError,
+    MetadataError,
+    PeerLostError,
+    TransferError,
+    TransferTimeout,
+)
 from torch_nixl.p2p import protocol
+from torch_nixl.p2p.asking import Asker
 from torch_nixl.p2p.description import Bundle, Content, parse
 from torch_nixl.p2p.matching import Matcher
 from torch_nixl.p2p.message import Message
@@ -33,6 +40,7 @@ class Inbox:
 
     Attributes:
         matcher: Receives and messages that wait for each other.
+        asker: Has messages come whose senders may be out of credit.
         receiving: Receives in the connection's tables.
         num_received: Messages received.
     """
@@ -47,6 +55,7 @@ class Inbox:
         self._peers = exchange.peers
         self._send = exchange.send
         self.matcher: Matcher[ReceiveOperation, Message] = Matcher()
+        self.asker = Asker(exchange, self.matcher)
         self.receiving: dict[ReceiveOperation, None] = {}
         self.num_received = 0
         self._filling: dict[int, ReceiveOperation] = {}
@@ -77,7 +86,7 @@ class Inbox:
             if message is None:
                 peer = self._check_source(source)
                 self.matcher.post(receive, source, tag)
-                self._ask(peer, source, tag)
+                self.asker.ask(peer, source, tag)
                 if not spin or receive.order is not None:
                     self.enter(receive)
                     return
@@ -101,16 +110,6 @@ class Inbox:
         if error is not None:
             raise error
         return None if source is None else self._peers.get(source)
-
-    def _ask(self, peer: Peer | None, source: int | None, tag: int) -> None:
-        """Say that a receive waits, where the sender may be out of credit."""
-        if peer is not None:
-            if peer.debt.strained:
-                self.want(peer, tag)
-        elif source is None:
-            for one in self._peers.values():
-                if one.debt.strained:
-                    self.want(one, tag)
 
     def enter(self, receive: ReceiveOperation) -> None:
         """Enter a receive in the tables: it has a deadline now, and its source is looked after."""
@@ -136,10 +135,6 @@ class Inbox:
             self.enter(receive)
         except (ClosedError, PeerLostError) as error:
             receive.fail(error)
-
-    def want(self, peer: Peer, tag: int) -> None:
-        """Ask for one message of that tag, whatever the sender's credit."""
-        self._send(peer, protocol.WANT, protocol.pack_want(self._context, tag))
 
     def _hand_over(self, receive: ReceiveOperation, message: Message) -> None:
         """Give a receive that is not in the tables its message."""
@@ -216,11 +211,12 @@ class Inbox:
         if len(body) - at != nbytes:
             raise MetadataError(f"{len(body) - at} bytes came for {description}")
         cost = protocol.eager_cost(len(body)) if flags & protocol.CREDITED else 0
-        due = None
         with self._lock:
+            was_strained = peer.debt.strained
+            if not self._admit(peer, tag, number, cost):
+                return
             receive = self._match(peer.rank, tag)
-            if cost:
-                due = self._arrived(peer, cost, matched=receive is not None)
+            due = self._arrived(peer, cost, was_strained, matched=receive is not None)
             if receive is None:
                 self.matcher.store(
                     Message(peer, peer.rank, tag, number, cost, description, body, None, False),
@@ -247,11 +243,12 @@ class Inbox:
             cost = protocol.offer_cost(len(place.spans), len(description.packed))
         waits = bool(flags & protocol.WAITING)
         message = Message(peer, peer.rank, tag, number, cost, description, None, place, waits)
-        due = None
         with self._lock:
+            was_strained = peer.debt.strained
+            if not self._admit(peer, tag, number, cost):
+                return
             receive = self._match(peer.rank, tag)
-            if cost:
-                due = self._arrived(peer, cost, matched=receive is not None)
+            due = self._arrived(peer, cost, was_strained, matched=receive is not None)
             if receive is None:
                 self.matcher.store(message, peer.rank, tag)
                 self._offers[peer.rank, number] = message
@@ -260,16 +257,23 @@ class Inbox:
         if due is not None:
             self._give_credit(peer, due)
 
-    def _arrived(self, peer: Peer, cost: int, *, matched: bool) -> tuple[int, int] | None:
-        """Note a message on credit; return the credit that is due."""
-        debt = peer.debt
-        was_strained = debt.strained
-        debt.arrive(cost)
-        due = debt.settle(cost) if matched else None
-        if not was_strained and debt.strained:
+    def _admit(self, peer: Peer, tag: int, number: int, cost: int) -> bool:
+        """Note a message; refuse one that its sender had no leave to send, and return False."""
+        if peer.debt.arrive(cost) if cost else self.asker.has_come(peer, tag):
+            return True
+        self.refuse(peer, number, TransferError(f"rank {peer.rank} sends beyond its credit"))
+        return False
+
+    def _arrived(
+        self, peer: Peer, cost: int, was_strained: bool, *, matched: bool
+    ) -> tuple[int, int] | None:
+        """Return the credit that is due after a message."""
+        if not cost:
+            return None
+        due = peer.debt.settle(cost) if matched else None
+        if not was_strained and peer.debt.strained:
             # From here on the sender may be out of credit, and those that wait have to say so.
-            for _, tag, _ in self.matcher.receives(peer.rank):
-                self.want(peer, tag)
+            self.asker.ask_all(peer)
         return due
 
     def on_help(self, peer: Peer, body: bytes) -> None:
@@ -313,7 +317,10 @@ class Inbox:
     def unpost(self, receive: ReceiveOperation) -> bool:
         """Forget a receive that waits for a message; return False if it doesn't."""
         with self._lock:
-            return self.matcher.cancel(receive, receive.wanted_source, receive.tag)
+            found = self.matcher.cancel(receive, receive.wanted_source, receive.tag)
+            if found:
+                self.asker.unask(receive.wanted_source, receive.tag)
+            return found
 
     def forget_receive(self, receive: ReceiveOperation) -> None:
         """A receive has ended, and nothing moves for it any more."""
@@ -363,10 +370,7 @@ class Inbox:
     def want_probed(self, source: int | None, tag: int) -> None:
         """Have the next message of a tag come even if its sender is out of credit."""
         with self._lock:
-            if self.matcher.peek(source, tag) is None:
-                for peer in self._peers.values():
-                    if source in (None, peer.rank) and peer.debt.strained:
-                        self.want(peer, tag)
+            self.asker.ask_probed(source, tag)
 
     def peek(self, source: int | None, tag: int) -> Envelope | None:
         """What the next receive would get, if it is here."""
@@ -382,12 +386,15 @@ class Inbox:
 
     def probe(self, source: int | None, tag: int, deadline: float | None) -> Envelope:
         """Wait until a message is here. See `Communicator.probe`."""
-        self.want_probed(source, tag)
 
         def ready() -> bool:
+            # Each time: a receive that gave up may have withdrawn what was asked for.
+            self.want_probed(source, tag)
             return self.peek(source, tag) is not None or self.why_none(source) is not None
 
-        if not self._connection.progress.wait_until(ready, deadline):
+        with self._exchange.looking_after(source):
+            came = self._connection.progress.wait_until(ready, deadline)
+        if not came:
             raise TransferTimeout(f"no message from rank {source}, tag {tag} came in time")
         envelope = self.peek(source, tag)
         if envelope is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -15,10 +16,11 @@ from torch_nixl.engine.streams import Landing as LandsOn
 from torch_nixl.engine.streams import StreamDevice, device_of
 from torch_nixl.errors import MetadataError
 from torch_nixl.p2p.bundles import (
-    ALL,
+    ONE_PIECE,
     Arrangement,
+    Piece,
     arrange,
-    choose_limit,
+    choose_num_apart,
     scattered_ones,
     unpack_from,
     view_of,
@@ -90,7 +92,7 @@ class TreeLanding:
     def own_memories(self) -> list[Memory]:
         """Those of the receiver's own tensors that aren't small."""
         own = self._own
-        if own is None or choose_limit(own.descriptions) == ALL:
+        if own is None or choose_num_apart(own.descriptions) == ONE_PIECE:
             return []
         return list(self._memories.values())
 
@@ -107,7 +109,7 @@ class TreeLanding:
         own = self._own
         if own is None:
             return
-        small = choose_limit(own.descriptions) == ALL
+        small = choose_num_apart(own.descriptions) == ONE_PIECE
         for tensor in own.tensors:
             device = None if tensor.is_contiguous() else device_of(tensor)
             if device is None:
@@ -178,7 +180,7 @@ class TreeLanding:
         else:
             self._root, parsed = self._parse(bundle)
             descriptions = list(parsed)
-        arrangement = arrange(descriptions, bundle.limit)
+        arrangement = arrange(descriptions, bundle.num_apart)
         if arrangement.nbytes != bundle.nbytes:
             raise MetadataError(f"{bundle}: its tensors have {arrangement.nbytes} bytes")
         if self._root is not None:
@@ -204,6 +206,21 @@ class TreeLanding:
         if device is not None:
             return device.empty(what.shape, what.dtype)
         return torch.empty(what.shape, dtype=what.dtype, device=where)
+
+    def share_memory(self) -> bool:
+        """Whether two of the tensors may: between their first bytes and their last, they do."""
+        if self._out is NOTHING:
+            return False
+        ranges: list[tuple[int, int]] = []
+        for tensor in self.tensors:
+            itemsize = tensor.element_size()
+            strides = [stride * itemsize for stride in tensor.stride()]
+            low, high = algebra.bounds(tensor.shape, strides, itemsize)
+            if low < high:
+                ranges.append((tensor.data_ptr() + low, tensor.data_ptr() + high))
+        ranges.sort()
+        # Sorted, the first that begins before another's end follows that one at once.
+        return any(one[1] > other[0] for one, other in itertools.pairwise(ranges))
 
     def memory(self, index: int) -> Memory:
         """Where one of the tensors lies."""
@@ -258,7 +275,15 @@ class TreeTarget:
         packed: Whether some of that is a temporary, besides what travels side by side.
     """
 
-    __slots__ = ("_arrangement", "_buffers", "_copies", "_landing", "memories", "packed")
+    __slots__ = (
+        "_arrangement",
+        "_buffers",
+        "_copies",
+        "_landing",
+        "_share",
+        "memories",
+        "packed",
+    )
 
     def __init__(self, landing: TreeLanding, arrangement: Arrangement) -> None:
         self._landing = landing
@@ -271,55 +296,87 @@ class TreeTarget:
             )
             for piece in arrangement.pieces
         ]
-        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._share = landing.share_memory()
+        self._copies: list[tuple[int, torch.Tensor]] = []
         memories = [landing.memory(index) for index in arrangement.apart]
         direct = set(range(len(memories)))
         direct -= set(scattered_ones(memories, len(arrangement.pieces)))
-        direct -= set(_shared(memories))
+        if self._share:
+            direct -= set(_shared(landing, arrangement, memories))
         for place in sorted(set(range(len(memories))) - direct):
-            tensor = landing.tensors[arrangement.apart[place]]
+            index = arrangement.apart[place]
+            tensor = landing.tensors[index]
             temporary = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-            self._copies.append((tensor, temporary))
+            self._copies.append((index, temporary))
             memories[place] = tensor_memory(temporary)
         self.packed = bool(self._copies)
         self.memories: Sequence[Memory] = [*map(tensor_memory, self._buffers), *memories]
 
     def finish(self) -> object:
         """Unpack, where need be, and make the tree. All bytes have landed."""
-        landing = self._landing
-        for tensor, temporary in self._copies:
-            copy_into(tensor, temporary)
+        landing, tensors = self._landing, self._landing.tensors
+        if self._share:
+            self._finish_in_order()
+            return landing.finish()
+        for index, temporary in self._copies:
+            copy_into(tensors[index], temporary)
         for piece, buffer in zip(self._arrangement.pieces, self._buffers, strict=True):
-            if buffer.is_cpu:
-                unpack_from(buffer.data_ptr(), piece, landing.tensors)
-                continue
-            for at, index in zip(piece.offsets, piece.indices, strict=True):
-                tensor = landing.tensors[index]
-                copy_into(tensor, view_of(buffer, at, tensor))
+            _unpack(piece, buffer, tensors)
         return landing.finish()
 
+    def _finish_in_order(self) -> None:
+        """Unpack in the order of the tree, so that the bytes of the last tensor stay."""
+        tensors = self._landing.tensors
+        steps: list[tuple[int, Piece | None, torch.Tensor]] = [
+            (index, None, temporary) for index, temporary in self._copies
+        ]
+        for piece, buffer in zip(self._arrangement.pieces, self._buffers, strict=True):
+            for at, index in zip(piece.offsets, piece.indices, strict=True):
+                steps.append((index, Piece(piece.device, [index], [at]), buffer))
+        steps.sort(key=lambda step: step[0])
+        for index, part, source in steps:
+            if part is None:
+                copy_into(tensors[index], source)
+            else:
+                _unpack(part, source, tensors)
 
-def _shared(memories: Sequence[Memory]) -> list[int]:
-    """Which memories can't be written to directly: they share bytes with one before them.
 
-    Tied weights, say. What lands there is copied when all has landed, so that the bytes of the
-    last one stay, as if the tensors had come one by one.
+def _unpack(piece: Piece, buffer: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+    """Copy a piece's tensors from its buffer to where they belong."""
+    if buffer.is_cpu:
+        unpack_from(buffer.data_ptr(), piece, tensors)
+        return
+    for at, index in zip(piece.offsets, piece.indices, strict=True):
+        copy_into(tensors[index], view_of(buffer, at, tensors[index]))
+
+
+def _shared(
+    landing: TreeLanding, arrangement: Arrangement, memories: Sequence[Memory]
+) -> list[int]:
+    """Which memories can't be written to directly: they share bytes with a tensor before them.
+
+    Tied weights, say, or a view and the tensor that it shows. What lands there is copied when all
+    has landed, so that the bytes of the last one stay, as if the tensors had come one by one.
+
+    Args:
+        landing: Whose tensors they are.
+        arrangement: How those come.
+        memories: Of the ones that travel on their own.
     """
-    if len(memories) < 2 or not algebra.overlaps(
-        np.concatenate([memory.spans for memory in memories])
-    ):
-        return []
+    together = sorted(index for piece in arrangement.pieces for index in piece.indices)
+    everything = [*memories, *(landing.memory(index) for index in together)]
     rows = [
-        (memory.spans[:, 0], memory.spans[:, 1], np.full(len(memory.spans), place))
-        for place, memory in enumerate(memories)
+        (memory.spans[:, 0], memory.spans[:, 1], np.full(len(memory.spans), index))
+        for index, memory in zip([*arrangement.apart, *together], everything, strict=True)
     ]
-    addresses, sizes, places = (np.concatenate(column) for column in zip(*rows, strict=True))
+    addresses, sizes, indices = (np.concatenate(column) for column in zip(*rows, strict=True))
     order = np.argsort(addresses, kind="stable")
     ends = np.maximum.accumulate((addresses + sizes)[order])
     touching = np.flatnonzero(addresses[order][1:] < ends[:-1])
     # All that share, but for the first in the tree.
-    found = set(places[order][touching].tolist()) | set(places[order][touching + 1].tolist())
-    return sorted(found)[1:]
+    found = set(indices[order][touching].tolist()) | set(indices[order][touching + 1].tolist())
+    late = set(sorted(found)[1:])
+    return [place for place, index in enumerate(arrangement.apart) if index in late]
 
 
 class ObjectLanding:

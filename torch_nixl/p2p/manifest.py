@@ -25,6 +25,9 @@ MAX_MANIFEST: Final = 256 << 10
 MAX_DEPTH: Final = 64
 """Most containers within each other."""
 
+MAX_SHOWN: Final = 200
+"""Most characters of a scalar that an error shows."""
+
 
 class Kind(IntEnum):
     """What a node is. The number is the first byte of the node."""
@@ -86,12 +89,21 @@ class Node:
         self.keys = keys
 
     def __str__(self) -> str:
-        return _NAMES.get(self.kind) or repr(self.value)
+        return _NAMES.get(self.kind) or shown(self.value)
+
+
+def shown(value: object) -> str:
+    """What errors show of a scalar or a key."""
+    # Python refuses to write down an int of thousands of digits.
+    if isinstance(value, int) and value.bit_length() > MAX_SHOWN:
+        return f"an int of {value.bit_length()} bits"
+    text = repr(value)
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
 def path_of(parts: list[Any]) -> str:
     """Join keys and indices to what errors call a place in a tree."""
-    return ".".join(part if isinstance(part, str) else repr(part) for part in parts) or "(root)"
+    return ".".join(part if isinstance(part, str) else shown(part) for part in parts) or "(root)"
 
 
 def kind_of(value: object) -> Kind | None:

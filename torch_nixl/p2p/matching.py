@@ -125,6 +125,15 @@ class Matcher(Generic[R, M]):
                 for _, receive in list(queue):
                     yield (None if wanted == _ANY else wanted), tag, receive
 
+    def num_waiting(self, source: int, tag: int) -> int:
+        """How many waiting receives fit messages of a source and tag."""
+        found = (self._receives.get((source, tag)), self._receives.get((_ANY, tag)))
+        return sum(len(queue) for queue in found if queue is not None)
+
+    def waiting_tags(self, source: int) -> list[int]:
+        """The tags of waiting receives that fit messages of a source, each once."""
+        return list({tag: None for wanted, tag in self._receives if wanted in (source, _ANY)})
+
     def messages(self) -> Iterator[M]:
         """All waiting messages."""
         for by_source in list(self._messages.values()):

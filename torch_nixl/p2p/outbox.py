@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from torch_nixl.engine import observers
+from torch_nixl.errors import MetadataError
 from torch_nixl.p2p import protocol
 from torch_nixl.p2p.description import Content
 from torch_nixl.p2p.ordered import always
-from torch_nixl.p2p.protocol import HEAD, Outcome
+from torch_nixl.p2p.protocol import HEAD, Outcome, Unwanted
 from torch_nixl.p2p.sending import SendOperation, error_of
 from torch_nixl.p2p.tensors import join
 
@@ -23,10 +24,10 @@ if TYPE_CHECKING:
 log = logging.getLogger("torch_nixl.p2p")
 
 MAX_REFUSED: Final = 256
-"""Refusals of messages that had gone, which are remembered for their Works."""
+"""Refusals by one rank of messages that had gone, which are remembered for their Works."""
 
-MAX_WANTED: Final = 1 << 16
-"""Tags that a peer may want at a time."""
+MAX_WARNED: Final = 16
+"""Refusals by one rank that the log tells of."""
 
 
 class Outbox:
@@ -34,8 +35,6 @@ class Outbox:
 
     Attributes:
         sends: Messages that the receiver may still speak of, by number.
-        refused: What became of messages that were refused after they had gone, by rank and number:
-            no rank may refuse what was sent to another.
         num_sent: Messages that left.
         num_queued: Messages that had to wait for credit.
         num_refused: Messages that had left and were refused.
@@ -49,11 +48,11 @@ class Outbox:
         self._numbers = exchange.numbers
         self._send = exchange.send
         self.sends: dict[int, SendOperation] = {}
-        self.refused: dict[tuple[int, int], BaseException] = {}
         self.num_sent = self.num_queued = self.num_refused = 0
         self.handlers = {
             protocol.CREDIT: self.on_credit,
             protocol.WANT: self.on_want,
+            protocol.UNWANT: self.on_unwant,
             protocol.DONE: self.on_done,
             protocol.PUSH: self.on_push,
         }
@@ -87,7 +86,12 @@ class Outbox:
             credited = None if held else self._may_send(peer, tag, cost)
             if credited is not None:
                 number = next(self._numbers)
-                self._send_eager(peer, tag, number, credited, description, tensor, address)
+                try:
+                    body = self._pack(tag, number, credited, description, tensor, address)
+                except BaseException:
+                    self._take_back(peer, tag, cost, credited)
+                    raise
+                self._send_eager(peer, description, body)
                 return number
             operation = SendOperation(self._exchange, peer, tag, description, tensor, (), deadline)
             if held:
@@ -117,9 +121,14 @@ class Outbox:
         credited = self._may_send(operation.peer, operation.tag, cost)
         if credited is None:
             self._queue(operation, cost)
-        else:
+            return
+        try:
             self._connection.operations.add(operation)
             self._transmit(operation, credited)
+        except BaseException:
+            if operation.number not in self.sends:
+                self._take_back(operation.peer, operation.tag, cost, credited)
+            raise
 
     # A device's send goes once what was queued before it has run, and holds back what is sent to
     # the same rank with the same tag until then. Other tags and ranks don't wait for it.
@@ -147,15 +156,29 @@ class Outbox:
     def _may_send(self, peer: Peer, tag: int, cost: int) -> int | None:
         """Whether a message may go now: flags for its frame, or None if it must wait."""
         if peer.wanted and tag in peer.wanted:
-            left = peer.wanted[tag] - 1
-            if left:
-                peer.wanted[tag] = left
-            else:
-                del peer.wanted[tag]
+            self._unwant(peer, tag)
             return 0
         if not peer.queue and peer.allowance.take(cost):
             return protocol.CREDITED
         return None
+
+    def _take_back(self, peer: Peer, tag: int, cost: int, flags: int) -> None:
+        """A message that might go does not: what `_may_send` took for it is there again."""
+        if flags & protocol.CREDITED:
+            peer.allowance.give(1, cost)
+        else:
+            self._note_wanted(peer, tag)
+
+    def _note_wanted(self, peer: Peer, tag: int) -> None:
+        peer.wanted[tag] = peer.wanted.get(tag, 0) + 1
+        peer.num_wanted += 1
+
+    def _unwant(self, peer: Peer, tag: int) -> None:
+        peer.num_wanted -= 1
+        if peer.wanted[tag] == 1:
+            del peer.wanted[tag]
+        else:
+            peer.wanted[tag] -= 1
 
     def _queue(self, operation: SendOperation, cost: int) -> None:
         self._connection.operations.add(operation)
@@ -178,6 +201,16 @@ class Outbox:
         elif operation in peer.queue:
             peer.queue.remove(operation)
             self._untag(operation)
+            if self._exchange.closed is None and peer.error is None:
+                self._pump(peer)
+
+    def _pump(self, peer: Peer) -> None:
+        """Send what waits for credit, in order, as far as there is some."""
+        queue = peer.queue
+        while queue and peer.allowance.take(queue[0].cost):
+            operation = queue.popleft()
+            self._untag(operation)
+            self._transmit(operation, protocol.CREDITED)
 
     def _untag(self, operation: SendOperation) -> None:
         by_tag = operation.peer.queued_by_tag
@@ -190,34 +223,33 @@ class Outbox:
         """Send an operation's frame."""
         peer = operation.peer
         if operation.tensor is not None:
-            self._send_eager(
-                peer,
-                operation.tag,
-                operation.number,
-                flags,
-                operation.description,
-                operation.tensor,
-            )
+            what = operation.description
+            body = self._pack(operation.tag, operation.number, flags, what, operation.tensor)
+            self._send_eager(peer, what, body)
             operation.sent()
             return
+        body = operation.offer(flags)
         self.sends[operation.number] = operation
         self._exchange.watch(operation, peer)
         self.num_sent += 1
-        self._send(peer, protocol.OFFER, operation.offer(flags))
+        self._send(peer, protocol.OFFER, body)
 
-    def _send_eager(
+    def _pack(
         self,
-        peer: Peer,
         tag: int,
         number: int,
         flags: int,
         description: Content,
         tensor: torch.Tensor,
         address: int = 0,
-    ) -> None:
+    ) -> bytes:
+        """A body of EAGER."""
         head = HEAD.pack(self._context, flags, tag, number)
+        return join(head + description.packed, tensor, address)
+
+    def _send_eager(self, peer: Peer, description: Content, body: bytes) -> None:
         self.num_sent += 1
-        self._send(peer, protocol.EAGER, join(head + description.packed, tensor, address))
+        self._send(peer, protocol.EAGER, body)
         if observers.messages:
             observers.tell_message(self._connection, peer.remote, description.nbytes, sent=True)
 
@@ -226,11 +258,7 @@ class Outbox:
         frames, nbytes = protocol.parse_credit(body)
         with self._lock:
             peer.allowance.give(frames, nbytes)
-            queue = peer.queue
-            while queue and peer.allowance.take(queue[0].cost):
-                operation = queue.popleft()
-                self._untag(operation)
-                self._transmit(operation, protocol.CREDITED)
+            self._pump(peer)
 
     def on_want(self, peer: Peer, body: bytes) -> None:
         """A receive waits there: let one message of its tag go without credit."""
@@ -242,8 +270,26 @@ class Outbox:
                 peer.queue.remove(operation)
                 self._untag(operation)
                 self._transmit(operation, 0)
-            elif len(peer.wanted) < MAX_WANTED:
-                peer.wanted[tag] = peer.wanted.get(tag, 0) + 1
+                # Those behind it may take less than it would have.
+                self._pump(peer)
+            elif peer.num_wanted < protocol.CREDIT_FRAMES:
+                self._note_wanted(peer, tag)
+            else:
+                raise MetadataError(f"rank {peer.rank} wants over {peer.num_wanted} messages")
+
+    def on_unwant(self, peer: Peer, body: bytes) -> None:
+        """A receive waits there no more; or the other way round, an answer to that."""
+        tag, state = protocol.parse_unwant(body)
+        with self._lock:
+            if state is not Unwanted.ASKED:
+                self._exchange.inbox.asker.on_unwant(peer, tag, state)
+                return
+            state = Unwanted.SERVED
+            if tag in peer.wanted:
+                self._unwant(peer, tag)
+                state = Unwanted.FORGOTTEN
+            answer = protocol.pack_unwant(self._context, tag, state)
+            self._send(peer, protocol.UNWANT, answer)
 
     def on_done(self, peer: Peer, body: bytes) -> None:
         """A receiver is done with a message of ours, or refuses it."""
@@ -253,11 +299,14 @@ class Outbox:
             operation.on_done(outcome, text)
         elif operation is None and outcome not in (Outcome.COMPLETE, Outcome.PART):
             what = f"message {number} to rank {peer.rank}"
-            log.warning("%s was refused: %s", what, text)
             self.num_refused += 1
-            self.refused[peer.rank, number] = error_of(what, outcome, text)
-            if len(self.refused) > MAX_REFUSED:
-                del self.refused[next(iter(self.refused))]
+            peer.num_refused += 1
+            # Who refuses what was never sent may do so for ever.
+            level = logging.WARNING if peer.num_refused <= MAX_WARNED else logging.DEBUG
+            log.log(level, "%s was refused: %s", what, text)
+            peer.refused[number] = error_of(what, outcome, text)
+            if len(peer.refused) > MAX_REFUSED:
+                del peer.refused[next(iter(peer.refused))]
 
     def on_push(self, peer: Peer, body: bytes) -> None:
         """A receiver asks for bytes to be written."""

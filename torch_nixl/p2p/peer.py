@@ -14,6 +14,7 @@ from torch_nixl.p2p.layout import Layout
 from torch_nixl.p2p.move import Regions
 from torch_nixl.p2p.place import Place, PlacedRegion, pack_place
 from torch_nixl.p2p.protocol import CREDIT_FRAMES, Allowance, Debt, credit_nbytes
+from torch_nixl.p2p.wants import Wants
 
 if TYPE_CHECKING:
     from torch_nixl.engine.connection import Connection
@@ -58,10 +59,14 @@ class Peer:
         path: Which way bytes take to it; empty until that was needed.
         allowance: Our credit there.
         debt: Its credit here.
-        queue: Sends that wait for credit, in order. Some may have gone by `queued_by_tag`.
-        queued_by_tag: The same by tag.
+        queue: Sends that wait for credit, in order.
+        queued_by_tag: The same by tag: one that is wanted goes out of turn.
         held: Sends by tag, in order, of which the first waits for its device's stream.
-        wanted: Receives that wait there for a message of a tag, whatever the credit.
+        wanted: Messages that may go there without credit, by tag.
+        num_wanted: How many of all tags.
+        wants: Messages that may come from there without credit.
+        refused: What became of messages that it refused after they had gone, by number.
+        num_refused: How many it has refused.
         pending: Operations that wait for it: while there are any, it is pinged.
         link: Stands for it in the connection's tables.
     """
@@ -75,13 +80,17 @@ class Peer:
         "error",
         "held",
         "link",
+        "num_refused",
+        "num_wanted",
         "path",
         "pending",
         "queue",
         "queued_by_tag",
         "rank",
+        "refused",
         "remote",
         "wanted",
+        "wants",
     )
 
     def __init__(self, exchange: Exchange, rank: int, remote: Remote) -> None:
@@ -96,6 +105,10 @@ class Peer:
         self.queued_by_tag: dict[int, deque[SendOperation]] = {}
         self.held: dict[int, deque[SendOperation]] = {}
         self.wanted: dict[int, int] = {}
+        self.num_wanted = 0
+        self.wants = Wants()
+        self.refused: dict[int, BaseException] = {}
+        self.num_refused = 0
         self.pending = 0
         self.link = Link(exchange, self)
         self._told: OrderedDict[bytes, int] = OrderedDict()

@@ -15,14 +15,16 @@ until the other's last word, or its death.
 
 Credits bound what waits at a receiver that posts no receive: `Allowance` on the sender's side,
 `Debt` on the receiver's. A receive that waits while its source may be out of credit says WANT:
-one message of that tag may then come without.
+one message of that tag may then come without; `wants.py` draws how that ends. A message beyond
+both is refused.
 """
 
 from __future__ import annotations
 
 import enum
+import operator
 import struct
-from typing import Final
+from typing import Final, SupportsIndex
 
 from torch_nixl.errors import MetadataError
 from torch_nixl.p2p.place import MAX_SPANS, Place, parse_place
@@ -38,7 +40,8 @@ WANT: Final = 39
 CANCEL: Final = 40
 LEAVE: Final = 41
 HELP: Final = 42
-KINDS: Final = (INTRO, EAGER, OFFER, DONE, PUSH, FILLED, CREDIT, WANT, CANCEL, LEAVE, HELP)
+UNWANT: Final = 43
+KINDS: Final = (INTRO, EAGER, OFFER, DONE, PUSH, FILLED, CREDIT, WANT, CANCEL, LEAVE, HELP, UNWANT)
 """Kinds of frames; 48 to 55 are those of channels (`terms.py`), 60 to 62 the collectives'."""
 
 EAGER_NBYTES: Final = 64 << 10
@@ -78,6 +81,7 @@ _END: Final = struct.Struct("<IQB")
 _PUSH: Final = struct.Struct("<IQQQ")
 _CREDIT: Final = struct.Struct("<IIQ")
 _WANT: Final = struct.Struct("<Iq")
+_UNWANT: Final = struct.Struct("<IqB")
 _NUMBER: Final = struct.Struct("<IQ")
 
 
@@ -91,15 +95,39 @@ def offer_cost(num_spans: int, description_nbytes: int) -> int:
     return min(512 + 24 * num_spans + description_nbytes, MAX_COST)
 
 
-def check_tag(tag: int) -> int:
-    """Return a tag that programs may use; those below zero are the collectives'.
+def check_tag(tag: SupportsIndex) -> int:
+    """Return a tag that programs may use, as an int; those below zero are the collectives'.
 
     Raises:
-        ValueError: It is not one.
+        TypeError, ValueError: It is not one.
     """
-    if not 0 <= tag <= MAX_TAG:
+    try:
+        number = operator.index(tag)
+    except TypeError:
+        raise TypeError(f"tag={tag!r}: expected an integer") from None
+    if not 0 <= number <= MAX_TAG:
         raise ValueError(f"tag={tag}: expected 0 to 2^63 - 1")
-    return tag
+    return number
+
+
+def check_rank(rank: SupportsIndex, world_size: int, name: str) -> int:
+    """Return a rank as an int.
+
+    Args:
+        rank: What a program gave.
+        world_size: How many there are.
+        name: How errors call it.
+
+    Raises:
+        ValueError: There is no such rank.
+    """
+    try:
+        number = operator.index(rank)
+    except TypeError:
+        number = -1
+    if not 0 <= number < world_size:
+        raise ValueError(f"{name}={rank!r}: expected a rank, 0 to {world_size - 1}")
+    return number
 
 
 class Outcome(enum.IntEnum):
@@ -118,6 +146,19 @@ class Outcome(enum.IntEnum):
     PART = 6
 
 
+class Unwanted(enum.IntEnum):
+    """What an UNWANT says.
+
+    ASKED: forget one WANT of the tag. FORGOTTEN: that is done. SERVED: there was none left, since
+    its message has gone.
+    """
+
+    ASKED = 0
+    FORGOTTEN = 1
+    SERVED = 2
+
+
+_UNWANTED: Final = {int(state): state for state in Unwanted}
 _OUTCOMES: Final = {int(outcome): outcome for outcome in Outcome}
 
 
@@ -192,9 +233,20 @@ class Allowance:
 class Debt:
     """What a receiver has had from one sender and not given credit back for. Not locked."""
 
-    __slots__ = ("_half_frames", "_half_nbytes", "frames", "nbytes", "owed_frames", "owed_nbytes")
+    __slots__ = (
+        "_half_frames",
+        "_half_nbytes",
+        "_max_frames",
+        "_max_nbytes",
+        "frames",
+        "nbytes",
+        "owed_frames",
+        "owed_nbytes",
+    )
 
     def __init__(self, frames: int, nbytes: int) -> None:
+        self._max_frames = frames
+        self._max_nbytes = nbytes
         self._half_frames = frames // 2
         self._half_nbytes = nbytes // 2
         self.frames = 0
@@ -204,16 +256,20 @@ class Debt:
 
     @property
     def strained(self) -> bool:
-        """Whether the sender may be out of credit.
+        """Whether the sender may be out of credit, as far as that shows here.
 
-        One that is has used up more than half, and all of that has arrived or is about to.
+        It may be from half on, since no message takes more than that. Messages on their way don't
+        show yet: this turns true when they arrive. Credit that is owed counts as used.
         """
         return self.frames >= self._half_frames or self.nbytes >= self._half_nbytes
 
-    def arrive(self, nbytes: int) -> None:
-        """Note a message that came on credit."""
+    def arrive(self, nbytes: int) -> bool:
+        """Note a message that came on credit; return False if its sender had none left for it."""
+        if self.frames >= self._max_frames or self.nbytes + nbytes > self._max_nbytes:
+            return False
         self.frames += 1
         self.nbytes += nbytes
+        return True
 
     def settle(self, nbytes: int) -> tuple[int, int] | None:
         """Note that such a message waits no more; return credit to give back, if it is time."""
@@ -288,6 +344,19 @@ def pack_want(context: int, tag: int) -> bytes:
 def parse_want(body: bytes) -> int:
     """Return the tag."""
     return _unpack(_WANT, body)[1]
+
+
+def pack_unwant(context: int, tag: int, state: Unwanted) -> bytes:
+    """A body of UNWANT."""
+    return _UNWANT.pack(context, tag, state)
+
+
+def parse_unwant(body: bytes) -> tuple[int, Unwanted]:
+    """Return the tag, and what is said of a WANT of it."""
+    _, tag, state = _unpack(_UNWANT, body)
+    if state not in _UNWANTED:
+        raise MetadataError("frame has a value that does not exist")
+    return tag, _UNWANTED[state]
 
 
 def pack_number(context: int, number: int) -> bytes:

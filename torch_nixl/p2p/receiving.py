@@ -146,6 +146,10 @@ class ReceiveOperation(Operation):
         """What was received, as the receiver wants it."""
         return self.result
 
+    def results(self) -> list[Any]:
+        """What a future ends with: made already, so that any thread may ask."""
+        return [self.result]
+
     def has_begun(self) -> bool:
         """Whether it has its message, or has ended."""
         return self._done or self._message is not None

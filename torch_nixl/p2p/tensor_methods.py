@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import torch
 
@@ -14,7 +15,13 @@ from torch_nixl.p2p.device_receiving import DeviceReceive
 from torch_nixl.p2p.ordering import NewLanding, make_receive, make_send, pack, place
 from torch_nixl.p2p.receiving import ReceiveOperation
 from torch_nixl.p2p.sending import SendOperation
-from torch_nixl.p2p.tensors import TensorLanding, check_target, host_address, make_source
+from torch_nixl.p2p.tensors import (
+    TensorLanding,
+    check_target,
+    contiguous_copy,
+    host_address,
+    make_source,
+)
 from torch_nixl.p2p.values import Envelope, SendOrReceive, operation_name
 from torch_nixl.p2p.work import Work
 
@@ -23,11 +30,15 @@ if TYPE_CHECKING:
     from torch_nixl.p2p.exchange import Exchange
     from torch_nixl.p2p.peer import Peer
 
+CANCEL_SECONDS: Final = 1.0
+"""How long a batch that was refused waits until its tensors are its caller's again."""
+
 
 class TensorMethods:
     """What a Communicator does with tensors."""
 
     rank: int
+    world_size: int
     _connection: Connection
     _exchange: Exchange
 
@@ -39,6 +50,10 @@ class TensorMethods:
         def _deadline(self, timeout: float | None) -> float | None: ...
 
         def _meet(self, rank: int, name: str, deadline: float | None) -> Peer: ...
+
+        def _source(
+            self, src: int | None, timeout: float | None
+        ) -> tuple[int | None, float | None]: ...
 
         def _submit(
             self, operation: SendOperation, *, packed: bool, waiting: bool
@@ -115,6 +130,8 @@ class TensorMethods:
         if exchange.poisoned is not None:
             exchange.check_poison()
         deadline = self._deadline(timeout)
+        if type(dst) is not int:
+            dst = protocol.check_rank(dst, self.world_size, "dst")
         peer = exchange.peers.get(dst)
         if peer is None:
             if dst == self.rank and device is not None:
@@ -122,7 +139,7 @@ class TensorMethods:
                 exchange.inbox.post_local(tag, description, data, StreamOrder((device,), stream))
                 return 0
             if dst == self.rank:
-                exchange.inbox.post_local(tag, description, [tensor.detach().clone()])
+                exchange.inbox.post_local(tag, description, [contiguous_copy(tensor)])
                 return 0
             peer = self._meet(dst, "dst", deadline)
         if description.nbytes <= protocol.EAGER_NBYTES and (
@@ -222,11 +239,7 @@ class TensorMethods:
         if stream is not None and on is None:
             raise ValueError("stream=: expected out= to be a device tensor")
         exchange = self._exchange
-        if exchange.poisoned is not None:
-            exchange.check_poison()
-        deadline = self._deadline(timeout)
-        if src is not None and src != self.rank and src not in exchange.peers:
-            self._meet(src, "src", deadline)
+        src, deadline = self._source(src, timeout)
         where = None if device is None else torch.device(device)
         if where is not None and where.type not in DEVICES:
             raise ValueError(f"device={device}: expected one of {', '.join(DEVICES)}")
@@ -250,9 +263,14 @@ class TensorMethods:
 
     def iprobe(self, src: int | None = None, *, tag: int = 0) -> Envelope | None:
         """Tell what the next receive from `src` with `tag` would get, if it is here already."""
+        tag = protocol.check_tag(tag)
+        if src is not None:
+            src = protocol.check_rank(src, self.world_size, "src")
+        inbox = self._exchange.inbox
         if not self.closed:
+            inbox.want_probed(src, tag)
             self._connection.progress.step()
-        return self._exchange.inbox.peek(src, tag)
+        return inbox.peek(src, tag)
 
     def probe(
         self, src: int | None = None, *, tag: int = 0, timeout: float | None = None
@@ -264,15 +282,15 @@ class TensorMethods:
             PeerLostError: The sender died or closed.
             ClosedError: This Communicator is closed.
         """
-        exchange = self._exchange
-        exchange.check_poison()
-        deadline = self._deadline(timeout)
-        if src is not None and src != self.rank and src not in exchange.peers:
-            self._meet(src, "src", deadline)
-        return exchange.inbox.probe(src, tag, deadline)
+        tag = protocol.check_tag(tag)
+        src, deadline = self._source(src, timeout)
+        return self._exchange.inbox.probe(src, tag, deadline)
 
     def batch_isend_irecv(self, operations: Iterable[SendOrReceive]) -> list[Work]:
         """Begin several sends and receives: the receives first, so that messages find them.
+
+        If one of them is refused, those begun before it are cancelled: their tensors may be used
+        again, and later messages find no receive of theirs. Small messages may have left.
 
         Args:
             operations: `torch.distributed.P2POp`, or anything with its attributes.
@@ -282,14 +300,25 @@ class TensorMethods:
         """
         operations = list(operations)
         names = [operation_name(one) for one in operations]
+        for one in operations:
+            protocol.check_tag(one.tag or 0)
+            protocol.check_rank(one.peer, self.world_size, "peer")
         works: dict[int, Work] = {}
-        for wanted in ("irecv", "isend"):
-            for index, (name, one) in enumerate(zip(names, operations, strict=True)):
-                if name != wanted:
-                    continue
-                tag = one.tag or 0
-                if name == "irecv":
-                    works[index] = self.irecv(one.peer, out=one.tensor, tag=tag)
-                else:
-                    works[index] = self.isend(one.tensor, one.peer, tag=tag)
+        try:
+            for wanted in ("irecv", "isend"):
+                for index, (name, one) in enumerate(zip(names, operations, strict=True)):
+                    if name != wanted:
+                        continue
+                    tag = one.tag or 0
+                    if name == "irecv":
+                        works[index] = self.irecv(one.peer, out=one.tensor, tag=tag)
+                    else:
+                        works[index] = self.isend(one.tensor, one.peer, tag=tag)
+        except BaseException:
+            for work in works.values():
+                work.cancel()
+            until = time.monotonic() + CANCEL_SECONDS
+            for work in works.values():
+                work.wait_released(max(0.0, until - time.monotonic()))
+            raise
         return [works[index] for index in range(len(operations))]

@@ -186,6 +186,11 @@ def copy_into(out: torch.Tensor, source: torch.Tensor) -> None:
         out.detach().copy_(source)
 
 
+def contiguous_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """What a receiver elsewhere would be given of a tensor: the values, not the strides."""
+    return tensor.detach().clone(memory_format=torch.contiguous_format)
+
+
 def check_fits(description: Description, out: torch.Tensor) -> None:
     """Refuse a message that `out` doesn't fit.
 

@@ -14,13 +14,12 @@ from torch_nixl.engine.streams import landing as landing_of
 from torch_nixl.p2p import protocol
 from torch_nixl.p2p.bundle_receiving import ObjectReceive, TreeReceive
 from torch_nixl.p2p.bundles import (
-    ALL,
+    ONE_PIECE,
     TreeSource,
-    choose_limit,
+    choose_num_apart,
     copy_all,
     fits_frame,
     one_piece,
-    raise_limit,
     resolve,
 )
 from torch_nixl.p2p.description import DEVICES, Bundle, Form
@@ -50,6 +49,7 @@ class TreeMethods:
     """What a Communicator does with trees and objects."""
 
     rank: int
+    world_size: int
     _connection: Connection
     _exchange: Exchange
 
@@ -58,6 +58,10 @@ class TreeMethods:
         def _deadline(self, timeout: float | None) -> float | None: ...
 
         def _meet(self, rank: int, name: str, deadline: float | None) -> Peer: ...
+
+        def _source(
+            self, src: int | None, timeout: float | None
+        ) -> tuple[int | None, float | None]: ...
 
     def send_tree(
         self, tree: object, dst: int, *, tag: int = 0, timeout: float | None = None
@@ -209,18 +213,18 @@ class TreeMethods:
             early = order_of(packed.tensors)
             if early is not None:
                 self._connection.progress.wait_until(early.passed, None)
-        deadline, peer = self._address(dst, tag, timeout)
+        tag, deadline, peer = self._address(dst, tag, timeout)
         try:
             if peer is None:
                 return self._send_local(tag, *copy_all(packed))
-            limit = choose_limit(packed.descriptions)
-            if limit == ALL:
+            num_apart = choose_num_apart(packed.descriptions)
+            if num_apart == ONE_PIECE:
                 return self._send_eager(peer, tag, *one_piece(packed), deadline)
-            source = TreeSource(packed, limit)
+            source = TreeSource(packed, num_apart)
             held = register_all(self._connection, source.memories)
             while source.num_apart and not fits_frame(source.bundle, held):
                 release_all(self._connection, held)
-                source = TreeSource(packed, raise_limit(packed.descriptions, source.num_apart))
+                source = TreeSource(packed, source.num_apart // 2)
                 held = register_all(self._connection, source.memories)
         except (TypeError, ValueError):
             for index, tensor in enumerate(packed.tensors):
@@ -239,7 +243,7 @@ class TreeMethods:
         data = bytearray(pickle.dumps(value, pickle.HIGHEST_PROTOCOL))
         buffer = torch.frombuffer(data, dtype=torch.uint8)
         bundle = Bundle(Form.OBJECT, b"", 0, buffer.nbytes)
-        deadline, peer = self._address(dst, tag, timeout)
+        tag, deadline, peer = self._address(dst, tag, timeout)
         if peer is None:
             return self._send_local(tag, bundle, [buffer])
         if buffer.nbytes <= protocol.EAGER_NBYTES:
@@ -250,15 +254,17 @@ class TreeMethods:
 
     def _address(
         self, dst: int, tag: int, timeout: float | None
-    ) -> tuple[float | None, Peer | None]:
-        """Deadline and receiver of a message; no receiver is this rank itself."""
-        protocol.check_tag(tag)
+    ) -> tuple[int, float | None, Peer | None]:
+        """Tag, deadline and receiver of a message; no receiver is this rank itself."""
+        tag = protocol.check_tag(tag)
         self._exchange.check_poison()
         deadline = self._deadline(timeout)
+        if type(dst) is not int:
+            dst = protocol.check_rank(dst, self.world_size, "dst")
         peer = self._exchange.peers.get(dst)
         if peer is None and dst != self.rank:
             peer = self._meet(dst, "dst", deadline)
-        return deadline, peer
+        return tag, deadline, peer
 
     def _send_local(self, tag: int, bundle: Bundle, data: Sequence[torch.Tensor]) -> _Gone:
         self._exchange.inbox.post_local(tag, bundle, data)
@@ -312,7 +318,8 @@ class TreeMethods:
         where = None if device is None else torch.device(device)
         if where is not None and where.type not in DEVICES:
             raise ValueError(f"device={device}: expected one of {', '.join(DEVICES)}")
-        deadline = self._source(src, tag, timeout)
+        tag = protocol.check_tag(tag)
+        src, deadline = self._source(src, timeout)
         lands = landing_of(where) if out is NOTHING else None
         landing = TreeLanding(out, like, where, lands)
         landing.load_kernels()
@@ -328,15 +335,8 @@ class TreeMethods:
     def _receive_object(
         self, src: int | None, tag: int, timeout: float | None, *, spin: bool
     ) -> ObjectReceive:
-        deadline = self._source(src, tag, timeout)
+        tag = protocol.check_tag(tag)
+        src, deadline = self._source(src, timeout)
         operation = ObjectReceive(self._exchange, src, tag, deadline)
         self._exchange.inbox.post(operation, spin=spin)
         return operation
-
-    def _source(self, src: int | None, tag: int, timeout: float | None) -> float | None:
-        protocol.check_tag(tag)
-        self._exchange.check_poison()
-        deadline = self._deadline(timeout)
-        if src is not None and src != self.rank and src not in self._exchange.peers:
-            self._meet(src, "src", deadline)
-        return deadline

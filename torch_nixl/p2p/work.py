@@ -176,6 +176,9 @@ class Work:
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         """A future that ends when this does, with what was received in a list, as c10d's.
 
+        An object is not in the list, which is empty then: `result()` unpickles it, in the thread
+        that asks for it.
+
         Of device memory it ends with the bytes in place, and knows the device, as
         `torch.futures.Future` wants it.
         """
@@ -194,7 +197,7 @@ class Work:
             error = self.exception()
             if error is None:
                 received = isinstance(operation, ReceiveOperation)
-                future.set_result([operation.received()] if received else [])  # type: ignore[union-attr]
+                future.set_result(operation.results() if received else [])  # type: ignore[union-attr]
             elif isinstance(error, Exception):
                 future.set_exception(error)  # type: ignore[arg-type]  # its stub is wrong
 
@@ -246,13 +249,11 @@ class Work:
         )
 
     def _refusal(self) -> BaseException | None:
-        refused = self._exchange.outbox.refused
-        if not refused:
-            return None
         operation, name = self._operation, self._name
         if isinstance(operation, SendOperation):
-            name = operation.peer.rank, operation.number
-        return None if name is None else refused.get(name)
+            return operation.peer.refused.get(operation.number)
+        peer = None if name is None else self._exchange.peers.get(name[0])
+        return None if peer is None or name is None else peer.refused.get(name[1])
 
     def _check_refused(self) -> None:
         error = self._refusal()
