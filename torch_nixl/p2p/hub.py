@@ -34,6 +34,9 @@ _ANSWERED = frozenset(
     }
 )
 
+# What receivers say of memory that is exposed to them.
+_LAST_WORDS = frozenset({protocol.DONE, protocol.LEAVE})
+
 
 class Hub:
     """Hands the frames of one connection to the Communicators on it.
@@ -46,6 +49,7 @@ class Hub:
         # Weak: the connection holds this hub by its handlers.
         self._connection = weakref.ref(connection)
         self._exchanges: dict[int, Exchange] = {}
+        self._ending: dict[int, Exchange] = {}
         self.lock = threading.RLock()
         connection.route(protocol.INTRO, self._on_intro)
         for kind in (*protocol.KINDS, *terms.KINDS):
@@ -58,6 +62,7 @@ class Hub:
         Raises:
             ValueError: Its context is in use.
         """
+        self._forget_ended()
         if self._exchanges.setdefault(exchange.context, exchange) is not exchange:
             raise ValueError(f"context {exchange.context:#x} is in use")
 
@@ -67,15 +72,36 @@ class Hub:
         return list(self._exchanges.values())
 
     def remove(self, exchange: Exchange) -> None:
-        """Take in no more."""
+        """Take in no more but what receivers say of memory that they may still read."""
+        self._forget_ended()
         if self._exchanges.get(exchange.context) is exchange:
+            if exchange.outbox.sends:
+                self._ending[exchange.context] = exchange
             del self._exchanges[exchange.context]
+
+    def _forget_ended(self) -> None:
+        for context, exchange in list(self._ending.items()):
+            if not exchange.outbox.sends:
+                self._ending.pop(context, None)
+
+    def _take_last_word(self, remote: Remote, kind: int, body: bytes) -> bool:
+        """Hand a frame to a closed Communicator whose sends have not ended, if it is for one."""
+        (context,) = protocol.CONTEXT.unpack_from(body)
+        exchange = self._ending.get(context)
+        peer = None if exchange is None else exchange.by_remote.get(remote)
+        if exchange is None or peer is None or kind not in _LAST_WORDS:
+            return False
+        exchange.handlers[kind](peer, body)
+        self._forget_ended()
+        return True
 
     def _exchange(self, remote: Remote, kind: int, body: bytes) -> Exchange | None:
         if len(body) < protocol.CONTEXT.size:
             raise MetadataError("frame is cut")
         (context,) = protocol.CONTEXT.unpack_from(body)
         exchange = self._exchanges.get(context)
+        if exchange is None and self._ending and self._take_last_word(remote, kind, body):
+            return None
         if exchange is None and kind in _ANSWERED:
             self._answer_leave(remote, context)
         return exchange
