@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import socket
 import time
 from typing import Any
 
@@ -187,7 +188,54 @@ def a8_transposed_gather(rank: Rank) -> None:
         if rank.rank == 1:
             assert torch.equal(parts[0], tensor - 100)
             assert torch.equal(parts[1], tensor)
-        dist.barrier()
+        # No barrier: rank 0 has sent, and closes at once.
+
+
+def h12_two_worlds_at_once(rank: Rank) -> list[float]:
+    """Four ranks, two worlds of two, each on a port of its own choice."""
+    first = rank.rank - rank.rank % 2
+    port = rank.directory / f"port{first}"
+    master = rank.rank == first
+    if master:
+        store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+        port.with_suffix(".new").write_text(str(store.port))
+        port.with_suffix(".new").rename(port)
+    else:
+        deadline = time.monotonic() + 30
+        while not port.exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        store = dist.TCPStore("127.0.0.1", int(port.read_text()), None, False)
+    dist.init_process_group("nixl", store=store, rank=rank.rank - first, world_size=2)
+    total = torch.full((100_000,), float(rank.rank))
+    dist.all_reduce(total)
+    dist.destroy_process_group()
+    with torch_nixl.init(store=store, rank=rank.rank - first, world_size=2) as communicator:
+        other = first + 1 - rank.rank
+        work = communicator.isend(torch.full((100_000,), float(rank.rank)), other)
+        received = communicator.recv(other)
+        work.wait()
+    if not master:
+        store.set("done", "")
+    else:
+        store.wait(["done"], datetime.timedelta(seconds=30))
+    return [float(total[-1]), float(received[-1])]
+
+
+def h12_port_is_taken(rank: Rank) -> None:
+    """An error that names the port; then all works on another one."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        address = f"tcp://127.0.0.1:{port}"
+        with pytest.raises(RuntimeError, match=rf"(?s){port}.*in use|in use.*{port}"):
+            dist.init_process_group("nixl", init_method=address, rank=0, world_size=1)
+        assert not dist.is_initialized()
+    with default_group(rank):
+        value = torch.ones(3)
+        dist.all_reduce(value)
+        assert float(value.sum()) == 3
 
 
 # D: hangs.

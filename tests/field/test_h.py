@@ -1,7 +1,7 @@
 """Field reports, group H (groups, ranks, objects, stores), and A and D where they meet groups.
 
 H7, H8 and H10 (what 300 groups, or an exit without destroy, leave behind) are in
-`process_group/test_faults.py`; two worlds on one host are here.
+`process_group/test_faults.py`.
 """
 
 from __future__ import annotations
@@ -43,6 +43,15 @@ def test_group_has_not_the_reported_fault(
     rank_pool: RankPool, program: Callable[[Rank], None]
 ) -> None:
     rank_pool.run(program, world_size=2)
+
+
+def test_h12_two_worlds_at_once_on_one_host(rank_pool: RankPool) -> None:
+    found = rank_pool.run(programs.h12_two_worlds_at_once, world_size=4)
+    assert found == [[1.0, 1.0], [1.0, 0.0], [5.0, 3.0], [5.0, 2.0]]
+
+
+def test_h12_port_that_is_taken_is_named(rank_pool: RankPool) -> None:
+    rank_pool.run(programs.h12_port_is_taken, world_size=1)
 
 
 def test_d5_d6_sends_come_first_and_do_not_block(rank_pool: RankPool) -> None:
