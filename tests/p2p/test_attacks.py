@@ -56,7 +56,8 @@ def test_rank_is_killed_and_started_again_five_times_over_one_store() -> None:
     ((keys, told),) = run_ranks(programs.restarts, 1, args=(5,), timeout=100)
     assert told == ""
     growth = {later - earlier for earlier, later in itertools.pairwise(keys)}
-    assert max(growth) <= 4, "what a turn leaves of which one rank was killed"
+    # The killed one's address, the nonce, and how many have closed.
+    assert max(growth) <= 3, "what a turn leaves of which one rank was killed"
 
 
 @pytest.mark.parametrize("count", [1000, pytest.param(100_000, marks=pytest.mark.soak)])

@@ -116,7 +116,7 @@ def test_dead_store_is_told_apart_from_a_rank_that_is_late(fabric: LoopbackFabri
             late.send(torch.ones(1), 1)
         dead = Communicator(BrokenStore(), 0, 2, connection=connection, timeout=60)
         started = time.monotonic()
-        with pytest.raises(TransferError, match="store .* not work any more: connection reset"):
+        with pytest.raises(TransferError, match=r"store .* not work any more: connection reset"):
             dead.send(torch.ones(1), 1)
         assert time.monotonic() - started < 5
         assert BrokenStore.calls < 10

@@ -562,6 +562,19 @@ def test_killed_peer_wakes_every_waiter(world: World, fabric: LoopbackFabric, pa
         assert (caught.value.rank, caught.value.remote) == (1, b.connection.name)
 
 
+@pytest.mark.parametrize("source", [1, None])
+def test_killed_peer_is_noticed_soon_by_who_only_probes(
+    world: World, fabric: LoopbackFabric, source: int | None
+) -> None:
+    a, b = world()
+    b.send(torch.tensor(1), 0)
+    a.recv(1)
+    fabric.kill(b.connection.name)
+    with pytest.raises(PeerLostError):
+        a.probe(source, timeout=4)
+    assert not a.connection.operations.busy
+
+
 def test_each_communicator_names_a_lost_agent_by_its_own_rank(fabric: LoopbackFabric) -> None:
     store = HashStore()
     one, other = (Connection(fabric.adapter(name)) for name in ("one", "other"))

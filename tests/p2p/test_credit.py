@@ -18,6 +18,7 @@ from torch_nixl.p2p.description import describe
 from torch_nixl.p2p.peer import Peer
 from torch_nixl.p2p.protocol import CREDIT_FRAMES, HEAD, Outcome
 from torch_nixl.p2p.wants import Wants
+from torch_nixl.p2p.work import Work
 
 LARGE = 4 * protocol.EAGER_NBYTES
 DEADLINE = 10.0
@@ -179,7 +180,7 @@ def test_probe_is_served_though_a_receive_of_its_tag_gives_up(world: World) -> N
 
 def test_send_that_is_given_up_lets_those_behind_it_go(world: World) -> None:
     a, b = acquainted(world)
-    works = []
+    works: list[Work] = []
     while not works or works[-1].is_completed():
         works.append(a.isend(torch.ones(10_000), 1, tag=9))
     small = a.isend(torch.ones(1), 1, tag=8)
@@ -239,8 +240,8 @@ def test_no_rank_may_want_more_than_credit_allows(world: World) -> None:
         handle(peer_of(a, 1), protocol.pack_want(b._exchange.context, tag))
     with pytest.raises(MetadataError, match="wants over"):
         handle(peer_of(a, 1), protocol.pack_want(b._exchange.context, 0))
+    told = protocol.pack_unwant(b._exchange.context, 0, protocol.Unwanted.FORGOTTEN)
     with pytest.raises(MetadataError, match="forgets a WANT"):
-        told = protocol.pack_unwant(b._exchange.context, 0, protocol.Unwanted.FORGOTTEN)
         a._exchange.outbox.on_unwant(peer_of(a, 1), told)
 
 
