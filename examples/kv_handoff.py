@@ -122,6 +122,9 @@ def main() -> None:
     smollm2.require()
     from torch_nixl.integrations.transformers import PagePool
 
+    longest = max(len(smollm2.encode(prompt)) for prompt in chosen.prompt)
+    if longest + chosen.max_tokens > 16 * NUM_PAGES:
+        raise SystemExit(f"a prompt of {longest} tokens is too long: {16 * NUM_PAGES} fit")
     model = smollm2.load_model()
     pool = PagePool(model.config, NUM_PAGES, model=smollm2.NAME, dtype=model.dtype)
     communicator = torch_nixl.get_communicator()

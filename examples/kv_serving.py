@@ -116,13 +116,15 @@ class Handler(BaseHTTPRequestHandler):
         self._send(200, json.dumps(self.statistics()))
 
     def do_POST(self) -> None:
-        from torch_nixl.errors import TorchNixlError, TransferTimeout
+        from torch_nixl.errors import MetadataError, TorchNixlError, TransferTimeout
 
         try:
             pieces = self.answer(self._body())
             first = next(pieces, "")
         except Refused as error:
             self._send(error.status, json.dumps({"error": str(error)}))
+        except MetadataError as error:
+            self._send(400, json.dumps({"error": str(error)}))
         except TransferTimeout as error:
             self._send(503, json.dumps({"error": str(error)}))
         except (TorchNixlError, OSError, HTTPException) as error:
@@ -262,7 +264,7 @@ def post(url: str, body: dict[str, Any]) -> Any:
         )
     except urllib.error.HTTPError as error:
         with error:
-            raise Refused(error.code, error.read().decode()) from None
+            raise Refused(error.code, json.load(error)["error"]) from None
     except OSError as error:
         raise Refused(502, f"{url}: {error}") from None
 
