@@ -15,7 +15,8 @@ INPUTS := pyproject.toml constraints.txt Makefile
 # Tests that make 100,000 examples each where TORCH_NIXL_SOAK is set.
 FUZZED := $(addprefix tests/engine/test_,wire.py envelope.py blob.py offer.py)
 
-RANKS ?= 2
+# By the environment, where quotes in it do no harm.
+export PROMPT ?= Explain in a few sentences why the sky is blue, and why it is red in the evening.
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 
@@ -28,7 +29,7 @@ export OMP_NUM_THREADS ?= 1
 .DELETE_ON_ERROR:
 
 help:
-	@echo "make demo    move a real model's weights between two processes"
+	@echo "make demo    prefill in one process, decode in the other: a real model, its KV cache handed over"
 	@echo "make test    run the tests"
 	@echo "make test-interop  run the tests against dynamo's nixl_connect, in an environment of its own"
 	@echo "make lint    check format, lint and types"
@@ -72,7 +73,8 @@ $(VENV)/.stamp-dist: $(INPUTS) | $(VENV)/.stamp-venv
 	@touch $@
 
 demo: $(VENV)/.stamp-demo
-	$(PY) -m torch.distributed.run --standalone --nproc-per-node=$(RANKS) examples/send_weights.py
+	$(PY) -m torch.distributed.run --standalone --nproc-per-node=2 examples/kv_handoff.py \
+		--prompt "$$PROMPT"
 
 test: $(VENV)/.stamp-test
 	$(PY) -m pytest $(PYTEST_ARGS)
