@@ -15,8 +15,16 @@ INPUTS := pyproject.toml constraints.txt Makefile
 # Tests that make 100,000 examples each where TORCH_NIXL_SOAK is set.
 FUZZED := $(addprefix tests/engine/test_,wire.py envelope.py blob.py offer.py)
 
-# By the environment, where quotes in it do no harm.
-export PROMPT ?= Explain in a few sentences why the sky is blue, and why it is red in the evening.
+# `make demo PROMPT='...'`. It goes by the environment, where quotes in it do no harm; a shell's own
+# PROMPT is not meant.
+ifeq ($(origin PROMPT),command line)
+export PROMPT
+PROMPTS := --prompt "$$PROMPT"
+else
+PROMPTS := --prompt 'Explain in a few sentences why the sky is blue, and why it is red in the evening.' \
+	--prompt "Summarise this text: $$(cat CONTRIBUTING.md)"
+endif
+
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 
@@ -73,8 +81,7 @@ $(VENV)/.stamp-dist: $(INPUTS) | $(VENV)/.stamp-venv
 	@touch $@
 
 demo: $(VENV)/.stamp-demo
-	$(PY) -m torch.distributed.run --standalone --nproc-per-node=2 examples/kv_handoff.py \
-		--prompt "$$PROMPT"
+	$(PY) -m torch.distributed.run --standalone --nproc-per-node=2 examples/kv_handoff.py $(PROMPTS)
 
 test: $(VENV)/.stamp-test
 	$(PY) -m pytest $(PYTEST_ARGS)

@@ -70,7 +70,8 @@ def decode(
         started = time.perf_counter()
         cache = client.pull(ticket)
         pulled = time.perf_counter() - started
-        print(f"\n> {prompt if len(prompt) <= 100 else prompt[:100] + ' ...'}\n", flush=True)
+        shown = " ".join(prompt.split())
+        print(f"\n> {shown if len(shown) <= 100 else shown[:100] + ' ...'}\n", flush=True)
         text, handed = stream(model, token, cache, most)
         handed += pulled
         figures = client.client.statistics()
