@@ -97,6 +97,7 @@ class KVCacheClient(Service):
                 or a ticket is missing.
             MetadataError: A ticket is malformed, or was altered.
             PeerLostError: A server can't be reached.
+            TransferError: Too many servers are known.
             ClosedError: The client is closed.
         """
         return self._fetch(Mode.PULL, tickets, pages, start, stop, first, timeout)
@@ -152,12 +153,7 @@ class KVCacheClient(Service):
 
     def _stop_keeping(self, ticket: Ticket) -> None:
         for heartbeat in list(self.hub.heartbeats.values()):
-            kept = heartbeat.ticket
-            if (kept.server, kept.service, kept.lease) == (
-                ticket.server,
-                ticket.service,
-                ticket.lease,
-            ):
+            if heartbeat.ticket.is_same(ticket):
                 heartbeat.stop()
 
     def _fetch(
@@ -191,12 +187,13 @@ class KVCacheClient(Service):
         ]
         with self.hub.lock:
             self._check_open()
+            meetings = [self._meet(one.remote, one.ticket.service) for one in wanted]
             self.registered.hold(runs, exclusive=True)
             fetch = Fetch(self, wanted[0].ticket.request, runs, mode)
             self.enter(fetch)
             self.figures.asked += 1
-            for one in wanted:
-                fetch.handoffs.append(self._handoff(fetch, one, start, stop, deadline))
+            for one, meeting in zip(wanted, meetings, strict=True):
+                fetch.handoffs.append(self._handoff(fetch, one, meeting, start, stop, deadline))
             try:
                 for handoff in fetch.handoffs:
                     self.hub.add(handoff)
@@ -215,7 +212,11 @@ class KVCacheClient(Service):
         sizes = {one.tp_size for one in parsed}
         if len(sizes) != 1:
             raise ValueError(f"tickets of groups of {sorted(sizes)} ranks: expected one group")
-        by_rank = {one.tp_rank: one for one in parsed}
+        by_rank: dict[int, Ticket] = {}
+        for one in parsed:
+            other = by_rank.setdefault(one.tp_rank, one)
+            if not one.is_same(other):
+                raise ValueError(f"two different tickets of rank {one.tp_rank}")
         size = sizes.pop()
         try:
             wanted = self.cache.compatibility.shares(size)
@@ -229,13 +230,19 @@ class KVCacheClient(Service):
     # The hub's lock is held.
 
     def _handoff(
-        self, fetch: Fetch, one: _Wanted, start: int, stop: int, deadline: float | None
+        self,
+        fetch: Fetch,
+        one: _Wanted,
+        meeting: Meeting,
+        start: int,
+        stop: int,
+        deadline: float | None,
     ) -> Handoff:
         self._stop_keeping(one.ticket)
         return Handoff(
             self,
             fetch,
-            self._meet(one.remote, one.ticket.service),
+            meeting,
             Side.take(fetch.mode),
             one.remote,
             next(self.hub.numbers),
@@ -297,6 +304,8 @@ class KVCacheClient(Service):
         if meeting is not None and outcome is not Outcome.COMPLETE:
             meeting.refused = outcome, text
             self._met(meeting)
+            if outcome is Outcome.FAILED:  # It may know us later.
+                self._meetings.pop((remote.name, service), None)
 
     def _share(self, meeting: Meeting, theirs: Compatibility) -> None:
         self.cache.compatibility.shares(theirs.tp_size)
