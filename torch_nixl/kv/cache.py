@@ -174,7 +174,7 @@ class KVCache:
 def _lists(pages: PageIds | Sequence[PageIds], num_groups: int) -> list[Pages]:
     if isinstance(pages, (torch.Tensor, np.ndarray)):
         return [_ids(pages)]
-    nested = any(not isinstance(one, (int, np.integer)) for one in pages)
+    nested = len(pages) and not isinstance(pages[0], (int, np.integer))
     if not nested and (num_groups == 1 or len(pages)):
         return [_ids(pages)]  # type: ignore[arg-type]
     return [_ids(one) for one in pages]  # type: ignore[arg-type]
