@@ -8,13 +8,34 @@ import pickle
 import threading
 
 import pytest
+import torch
 
 from kv.conftest import Open
-from kv.worlds import Decode, Prefill, arrived, nothing_held, over, tensors, until
-from torch_nixl.errors import ClosedError, LeaseExpired, TransferError, TransferTimeout
+from kv.worlds import (
+    DIM,
+    HEADS,
+    LAYERS,
+    PAGE,
+    Decode,
+    Prefill,
+    arrived,
+    nothing_held,
+    over,
+    tensors,
+    until,
+)
+from torch_nixl.errors import (
+    ClosedError,
+    LeaseExpired,
+    LeaseUnknown,
+    TransferCancelled,
+    TransferError,
+    TransferTimeout,
+)
 from torch_nixl.kv import frames
 from torch_nixl.kv.cache import KVCache
 from torch_nixl.kv.client import KVCacheClient
+from torch_nixl.kv.hub import hub_of
 from torch_nixl.kv.server import KVCacheServer
 from torch_nixl.testing import LoopbackFabric
 
@@ -163,3 +184,47 @@ def test_fork_while_another_thread_holds_the_lock(connect: Open) -> None:
     server.statistics()
     go_on.set()
     thread.join(10)
+
+
+def split(connect: Open) -> tuple[KVCacheServer, list[KVCacheClient]]:
+    """A server, and clients of the two ranks of a group."""
+    server = KVCacheServer(connect("p"), KVCache(tensors(8, 1), model="m"))
+    clients = []
+    for rank in range(2):
+        mine = [torch.zeros(2, 8, PAGE, HEADS // 2, DIM) for _ in range(LAYERS)]
+        cache = KVCache(mine, model="m", tp_rank=rank, tp_size=2)
+        clients.append(KVCacheClient(connect(f"d{rank}"), cache))
+    return server, clients
+
+
+@pytest.mark.parametrize("how", ["close", "abort"])
+def test_closing_frees_what_one_rank_of_two_has_taken(connect: Open, how: str) -> None:
+    server, clients = split(connect)
+    offer = server.offer("one", [3], 16)
+    clients[0].pull(offer.ticket, [4]).wait(10)
+    until(lambda: offer.handoffs[0].done)
+    getattr(server, how)()
+    with pytest.raises(TransferCancelled, match="prefill closed"):
+        offer.wait(10)
+    assert offer.released and nothing_held(server.statistics())
+    assert not server.registered.held
+    with pytest.raises(LeaseUnknown):
+        clients[1].pull(offer.ticket, [4]).wait(10)
+
+
+def test_heartbeat_ends_with_its_server(connect: Open) -> None:
+    prefill, decode = Prefill(connect("p")), Decode(connect("d"))
+    offer = prefill.server.offer("one", [3], 16, lease=0.1)
+    heartbeat = decode.client.keep(offer.ticket)
+    until(lambda: prefill.server.statistics().heartbeats >= 1)
+    prefill.server.close()
+    until(lambda: not heartbeat.active)
+    assert isinstance(heartbeat.error, LeaseUnknown)
+
+
+def test_dtype_that_cannot_be_sent(connect: Open) -> None:
+    cache = KVCache([torch.empty(2, 8, PAGE, HEADS, DIM, dtype=torch.bits8)], model="m")
+    connection = connect("p")
+    with pytest.raises(ValueError, match=r"cache of torch\.bits8"):
+        KVCacheServer(connection, cache)
+    assert not hub_of(connection)._pools

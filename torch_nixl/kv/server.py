@@ -95,10 +95,16 @@ class Offer(Request):
         with self._server.hub.lock:
             for handoff in list(self.handoffs):
                 handoff.cancel(outcome, text)
-            self._give_up(outcome)
-            self.look(text)
+            self.shut(outcome, text)
 
     # The hub's lock is held.
+
+    def shut(self, outcome: Outcome, text: str) -> None:
+        """Give up the shares that no rank has come for."""
+        for side in self.lease.sides.values():
+            if side.phase is Phase.OFFERED:
+                side.step(Event.CANCEL, outcome)
+        self.look(text)
 
     def look(self, text: str = "") -> None:
         """See whether it has ended, or its pages are free."""
@@ -106,7 +112,8 @@ class Offer(Request):
         outcome = lease.outcome
         if outcome is not None and not self._done:
             failed = [one.error for one in self.handoffs if one.error is not None]
-            error = failed[0] if failed else error_of(outcome, f"offer of {self.request!r}: {text}")
+            text = f"offer of {self.request!r}: {text or outcome.name.lower()}"
+            error = failed[0] if failed else error_of(outcome, text)
             self._server.figures.count_end(outcome)
             self._server.figures.took("total", time.monotonic() - self.offered_at)
             if outcome is Outcome.COMPLETE:
@@ -127,13 +134,7 @@ class Offer(Request):
         """The connection is gone. Handoffs have been told, or are being told."""
         if self._end(error):
             self._server.figures.count_end(Outcome.CLOSED)
-        self._give_up(Outcome.CLOSED)
-        self.look()
-
-    def _give_up(self, outcome: Outcome) -> None:
-        for side in self.lease.sides.values():
-            if side.phase is Phase.OFFERED:
-                side.step(Event.CANCEL, outcome)
+        self.shut(Outcome.CLOSED, "")
 
     def _expire(self) -> None:
         self.withdraw(Outcome.TIMED_OUT, "timed out before decode had the pages")
@@ -243,8 +244,7 @@ class KVCacheServer(Service):
     def _withdraw(self) -> None:
         with self.hub.lock:
             for offer in list(self._offers.values()):
-                if not offer.handoffs:
-                    offer.withdraw(Outcome.CLOSED, "prefill closed")
+                offer.shut(Outcome.CLOSED, "prefill closed")
 
     # The hub's lock is held.
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 from torch_nixl.engine.operation import Operation, deadline_after
 from torch_nixl.errors import ClosedError, TransferError
+from torch_nixl.kv.frames import role_of
 from torch_nixl.kv.hub import connection_of, hub_of
 from torch_nixl.kv.meeting import Meeting
 from torch_nixl.kv.pools import parse_pool
@@ -127,7 +128,7 @@ class Service:
         self.closed = True
         self._withdraw()
         for handoff in list(self._handoffs):
-            handoff.cancel(Outcome.CLOSED, "the other side closed")
+            handoff.cancel(Outcome.CLOSED, f"{role_of(self.number).value} closed")
         with self.hub.lock:
             self.hub.remove(self)
             self._link.close()
