@@ -43,6 +43,9 @@ class CacheGroup:
 class KVCache:
     """A paged KV cache of one rank.
 
+    Which pages are in use is known for each object and connection: a pool has one of each. Its
+    tensors have to stay where they are.
+
     Args:
         tensors: By default one for each layer, ``[2, num_pages, page_size, num_kv_heads,
             head_dim]``, any dtype, contiguous or not; other forms with `axes`. See `CacheGroup`.
