@@ -228,3 +228,27 @@ def test_dtype_that_cannot_be_sent(connect: Open) -> None:
     with pytest.raises(ValueError, match=r"cache of torch\.bits8"):
         KVCacheServer(connection, cache)
     assert not hub_of(connection)._pools
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("prefills", "decodes"), [(4, 1), (4, 2), (4, 4), (2, 4)])
+def test_replicas_that_nobody_needs_have_their_pages_back(
+    connect: Open, mode: str, prefills: int, decodes: int
+) -> None:
+    """One latent, that all ranks of prefill hold."""
+
+    def latent(value: float, rank: int, size: int) -> KVCache:
+        pages = [torch.full((8, PAGE, DIM), value) for _ in range(LAYERS)]
+        return KVCache(pages, "PTD", model="m", num_kv_heads=1, tp_rank=rank, tp_size=size)
+
+    servers = [KVCacheServer(connect(f"p{n}"), latent(1.0, n, prefills)) for n in range(prefills)]
+    clients = [KVCacheClient(connect(f"d{n}"), latent(0.0, n, decodes)) for n in range(decodes)]
+    offers = [server.offer("one", [3], 16) for server in servers]
+    tickets = [offer.ticket for offer in offers]
+    for client in clients:
+        getattr(client, mode)(tickets, [4]).wait(10)
+        assert client.cache.owners[0][0][4].eq(1.0).all()
+    assert all(offer.wait_released(10) for offer in offers)
+    errors = [type(offer.error) for offer in offers]
+    assert errors.count(type(None)) == min(prefills, decodes)
+    assert errors.count(TransferCancelled) == prefills - min(prefills, decodes)

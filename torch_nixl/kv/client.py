@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from torch_nixl.errors import (
     ClosedError,
     IncompatibleError,
     MetadataError,
+    TorchNixlError,
 )
 from torch_nixl.kv import frames
 from torch_nixl.kv.cache import KVCache, PageIds
@@ -83,7 +85,8 @@ class KVCacheClient(Service):
 
         Args:
             tickets: From prefill; of a group of several ranks, one of each that has heads for
-                this rank. More do no harm.
+                this rank. Give those of all ranks: what no rank of ours needs, since others hold
+                the same heads, is declined, so that prefill has its pages back.
             pages: Page ids in the order of positions; of several groups of layers, each's. Those
                 that are written to belong to this request alone until it is `released`.
             start: Position of the first token that is missing here; those before it are a prefix
@@ -142,14 +145,16 @@ class KVCacheClient(Service):
             MetadataError, PeerLostError, ClosedError: As for `keep`.
         """
         for text in as_sequence(tickets):
-            ticket = Ticket.unpack(text, key=self.connection.metadata_key)
-            remote = self.connection.contact(ticket.server, ticket.connection_blob)
-            with self.hub.lock:
-                self._check_open()
-                self._stop_keeping(ticket)
-                head = Head(ticket.service, next(self.hub.numbers), ticket.lease)
-                body = frames.pack_count(head, 0)
-                self.connection.contacts.send_body(remote, frames.BEAT, body)
+            self._decline(Ticket.unpack(text, key=self.connection.metadata_key))
+
+    def _decline(self, ticket: Ticket) -> None:
+        remote = self.connection.contact(ticket.server, ticket.connection_blob)
+        with self.hub.lock:
+            self._check_open()
+            self._stop_keeping(ticket)
+            head = Head(ticket.service, next(self.hub.numbers), ticket.lease)
+            body = frames.pack_count(head, 0)
+            self.connection.contacts.send_body(remote, frames.BEAT, body)
 
     def _stop_keeping(self, ticket: Ticket) -> None:
         for heartbeat in list(self.hub.heartbeats.values()):
@@ -167,7 +172,7 @@ class KVCacheClient(Service):
         timeout: float | None,
     ) -> Fetch:
         self._check_open()
-        chosen = self._choose(tickets)
+        chosen, spare = self._choose(tickets)
         sizes = {ticket.num_tokens for ticket, _ in chosen}
         if stop is None:
             if len(sizes) != 1:
@@ -203,10 +208,19 @@ class KVCacheClient(Service):
             for handoff in fetch.handoffs:
                 self._ask(handoff)
         self.connection.progress.kick()
+        for ticket in spare:
+            with contextlib.suppress(TorchNixlError):  # Its lease lapses by itself, later.
+                self._decline(ticket)
         return fetch
 
-    def _choose(self, tickets: Tickets) -> list[tuple[Ticket, tuple[range, ...]]]:
-        """Read tickets, and pick those of the ranks that have heads for this one."""
+    def _choose(
+        self, tickets: Tickets
+    ) -> tuple[list[tuple[Ticket, tuple[range, ...]]], list[Ticket]]:
+        """Read tickets, and pick those of the ranks that have heads for this one.
+
+        Returns:
+            Those, with the heads; and those that no rank of ours needs, for one of us to decline.
+        """
         key = self.connection.metadata_key
         parsed = [Ticket.unpack(text, key=key) for text in as_sequence(tickets)]
         sizes = {one.tp_size for one in parsed}
@@ -225,7 +239,11 @@ class KVCacheClient(Service):
         missing = sorted(wanted.keys() - by_rank.keys())
         if missing:
             raise ValueError(f"tickets of ranks {missing} of {size} are missing")
-        return [(by_rank[rank], heads) for rank, heads in wanted.items()]
+        spare: list[Ticket] = []
+        if self.cache.compatibility.tp_rank == 0 and len(by_rank) > len(wanted):
+            unused = self.cache.compatibility.spare(size)
+            spare = [ticket for rank, ticket in by_rank.items() if rank in unused]
+        return [(by_rank[rank], heads) for rank, heads in wanted.items()], spare
 
     # The hub's lock is held.
 
