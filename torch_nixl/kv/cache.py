@@ -43,6 +43,9 @@ class CacheGroup:
 class KVCache:
     """A paged KV cache of one rank.
 
+    Which pages are in use is known for each object and connection: a pool has one of each. Its
+    tensors have to stay where they are.
+
     Args:
         tensors: By default one for each layer, ``[2, num_pages, page_size, num_kv_heads,
             head_dim]``, any dtype, contiguous or not; other forms with `axes`. See `CacheGroup`.
@@ -174,7 +177,7 @@ class KVCache:
 def _lists(pages: PageIds | Sequence[PageIds], num_groups: int) -> list[Pages]:
     if isinstance(pages, (torch.Tensor, np.ndarray)):
         return [_ids(pages)]
-    nested = any(not isinstance(one, (int, np.integer)) for one in pages)
+    nested = len(pages) and not isinstance(pages[0], (int, np.integer))
     if not nested and (num_groups == 1 or len(pages)):
         return [_ids(pages)]  # type: ignore[arg-type]
     return [_ids(one) for one in pages]  # type: ignore[arg-type]

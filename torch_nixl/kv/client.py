@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from torch_nixl.errors import (
     ClosedError,
     IncompatibleError,
     MetadataError,
+    TorchNixlError,
 )
 from torch_nixl.kv import frames
 from torch_nixl.kv.cache import KVCache, PageIds
@@ -83,7 +85,8 @@ class KVCacheClient(Service):
 
         Args:
             tickets: From prefill; of a group of several ranks, one of each that has heads for
-                this rank. More do no harm.
+                this rank. Give those of all ranks: what no rank of ours needs, since others hold
+                the same heads, is declined, so that prefill has its pages back.
             pages: Page ids in the order of positions; of several groups of layers, each's. Those
                 that are written to belong to this request alone until it is `released`.
             start: Position of the first token that is missing here; those before it are a prefix
@@ -97,6 +100,7 @@ class KVCacheClient(Service):
                 or a ticket is missing.
             MetadataError: A ticket is malformed, or was altered.
             PeerLostError: A server can't be reached.
+            TransferError: Too many servers are known.
             ClosedError: The client is closed.
         """
         return self._fetch(Mode.PULL, tickets, pages, start, stop, first, timeout)
@@ -141,23 +145,20 @@ class KVCacheClient(Service):
             MetadataError, PeerLostError, ClosedError: As for `keep`.
         """
         for text in as_sequence(tickets):
-            ticket = Ticket.unpack(text, key=self.connection.metadata_key)
-            remote = self.connection.contact(ticket.server, ticket.connection_blob)
-            with self.hub.lock:
-                self._check_open()
-                self._stop_keeping(ticket)
-                head = Head(ticket.service, next(self.hub.numbers), ticket.lease)
-                body = frames.pack_count(head, 0)
-                self.connection.contacts.send_body(remote, frames.BEAT, body)
+            self._decline(Ticket.unpack(text, key=self.connection.metadata_key))
+
+    def _decline(self, ticket: Ticket) -> None:
+        remote = self.connection.contact(ticket.server, ticket.connection_blob)
+        with self.hub.lock:
+            self._check_open()
+            self._stop_keeping(ticket)
+            head = Head(ticket.service, next(self.hub.numbers), ticket.lease)
+            body = frames.pack_count(head, 0)
+            self.connection.contacts.send_body(remote, frames.BEAT, body)
 
     def _stop_keeping(self, ticket: Ticket) -> None:
         for heartbeat in list(self.hub.heartbeats.values()):
-            kept = heartbeat.ticket
-            if (kept.server, kept.service, kept.lease) == (
-                ticket.server,
-                ticket.service,
-                ticket.lease,
-            ):
+            if heartbeat.ticket.is_same(ticket):
                 heartbeat.stop()
 
     def _fetch(
@@ -171,7 +172,7 @@ class KVCacheClient(Service):
         timeout: float | None,
     ) -> Fetch:
         self._check_open()
-        chosen = self._choose(tickets)
+        chosen, spare = self._choose(tickets)
         sizes = {ticket.num_tokens for ticket, _ in chosen}
         if stop is None:
             if len(sizes) != 1:
@@ -191,12 +192,13 @@ class KVCacheClient(Service):
         ]
         with self.hub.lock:
             self._check_open()
+            meetings = [self._meet(one.remote, one.ticket.service) for one in wanted]
             self.registered.hold(runs, exclusive=True)
             fetch = Fetch(self, wanted[0].ticket.request, runs, mode)
             self.enter(fetch)
             self.figures.asked += 1
-            for one in wanted:
-                fetch.handoffs.append(self._handoff(fetch, one, start, stop, deadline))
+            for one, meeting in zip(wanted, meetings, strict=True):
+                fetch.handoffs.append(self._handoff(fetch, one, meeting, start, stop, deadline))
             try:
                 for handoff in fetch.handoffs:
                     self.hub.add(handoff)
@@ -206,16 +208,29 @@ class KVCacheClient(Service):
             for handoff in fetch.handoffs:
                 self._ask(handoff)
         self.connection.progress.kick()
+        for ticket in spare:
+            with contextlib.suppress(TorchNixlError):  # Its lease lapses by itself, later.
+                self._decline(ticket)
         return fetch
 
-    def _choose(self, tickets: Tickets) -> list[tuple[Ticket, tuple[range, ...]]]:
-        """Read tickets, and pick those of the ranks that have heads for this one."""
+    def _choose(
+        self, tickets: Tickets
+    ) -> tuple[list[tuple[Ticket, tuple[range, ...]]], list[Ticket]]:
+        """Read tickets, and pick those of the ranks that have heads for this one.
+
+        Returns:
+            Those, with the heads; and those that no rank of ours needs, for one of us to decline.
+        """
         key = self.connection.metadata_key
         parsed = [Ticket.unpack(text, key=key) for text in as_sequence(tickets)]
         sizes = {one.tp_size for one in parsed}
         if len(sizes) != 1:
             raise ValueError(f"tickets of groups of {sorted(sizes)} ranks: expected one group")
-        by_rank = {one.tp_rank: one for one in parsed}
+        by_rank: dict[int, Ticket] = {}
+        for one in parsed:
+            other = by_rank.setdefault(one.tp_rank, one)
+            if not one.is_same(other):
+                raise ValueError(f"two different tickets of rank {one.tp_rank}")
         size = sizes.pop()
         try:
             wanted = self.cache.compatibility.shares(size)
@@ -224,18 +239,28 @@ class KVCacheClient(Service):
         missing = sorted(wanted.keys() - by_rank.keys())
         if missing:
             raise ValueError(f"tickets of ranks {missing} of {size} are missing")
-        return [(by_rank[rank], heads) for rank, heads in wanted.items()]
+        spare: list[Ticket] = []
+        if self.cache.compatibility.tp_rank == 0 and len(by_rank) > len(wanted):
+            unused = self.cache.compatibility.spare(size)
+            spare = [ticket for rank, ticket in by_rank.items() if rank in unused]
+        return [(by_rank[rank], heads) for rank, heads in wanted.items()], spare
 
     # The hub's lock is held.
 
     def _handoff(
-        self, fetch: Fetch, one: _Wanted, start: int, stop: int, deadline: float | None
+        self,
+        fetch: Fetch,
+        one: _Wanted,
+        meeting: Meeting,
+        start: int,
+        stop: int,
+        deadline: float | None,
     ) -> Handoff:
         self._stop_keeping(one.ticket)
         return Handoff(
             self,
             fetch,
-            self._meet(one.remote, one.ticket.service),
+            meeting,
             Side.take(fetch.mode),
             one.remote,
             next(self.hub.numbers),
@@ -297,6 +322,8 @@ class KVCacheClient(Service):
         if meeting is not None and outcome is not Outcome.COMPLETE:
             meeting.refused = outcome, text
             self._met(meeting)
+            if outcome is Outcome.FAILED:  # It may know us later.
+                self._meetings.pop((remote.name, service), None)
 
     def _share(self, meeting: Meeting, theirs: Compatibility) -> None:
         self.cache.compatibility.shares(theirs.tp_size)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from torch_nixl import __version__
@@ -99,6 +99,20 @@ class Compatibility:
                 heads = found.get(share.rank, nothing)
                 found[share.rank] = (*heads[:group], share.heads, *heads[group + 1 :])
         return found
+
+    def spare(self, other_size: int) -> set[int]:
+        """Which ranks of the other side no rank of ours has heads from: replicas of others.
+
+        Raises:
+            ValueError: As for `shares`.
+        """
+        used = {
+            share.rank
+            for geometry in self.geometries
+            for rank in range(self.tp_size)
+            for share in shares(replace(geometry, tp_rank=rank), other_size)
+        }
+        return set(range(other_size)) - used
 
     def takers(self, other: Compatibility) -> tuple[int, ...]:
         """Which ranks of the other side have heads from this one.

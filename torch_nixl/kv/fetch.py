@@ -79,9 +79,6 @@ class Fetch(Request):
 
     # The hub's lock is held.
 
-    def on_progress(self, handoff: Handoff) -> None:
-        pass
-
     def on_end(self, handoff: Handoff) -> None:
         error = handoff.error
         if error is None and not all(one.done for one in self.handoffs):

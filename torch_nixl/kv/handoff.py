@@ -1,8 +1,7 @@
-"""One side of one request with one peer: the state machine of `protocol.py`, and its hands.
+"""One side of one request with one peer: the hands of the state machine in `protocol.py`.
 
-What may happen is decided in `protocol.Side`. A Handoff turns frames, clocks, programs' calls and
-transfers' ends into its events, and does what it answers: send frames, move pages, tell its
-request. All of that happens under the hub's lock.
+A Handoff turns frames, clocks, programs' calls and transfers' ends into its events, and does what
+it answers: send frames, move pages, tell its request. All of that under the hub's lock.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class Handoff(Operation):
         heads: Which of the model's heads, for each group of layers.
         num_ready: Layers that can be moved.
         num_moved: Layers that have been, by this side or as the peer says.
-        sent: Whether the peer has been asked; prefill was.
+        sent: Whether the peer knows of it; prefill's always does.
     """
 
     __slots__ = (
@@ -133,7 +132,7 @@ class Handoff(Operation):
 
     def hold(self, timeout: float) -> bool:
         # False keeps the pool for ever: the agent dies, but the peer may go on touching pages.
-        exposed = self.side.phase in (Phase.EXPOSED, Phase.REVOKING)
+        exposed = self.sent and self.side.phase in (Phase.EXPOSED, Phase.REVOKING)
         assert self.remote is not None
         return not exposed or self._connection.contacts.is_gone(self.remote)
 
@@ -156,6 +155,8 @@ class Handoff(Operation):
             self._text = text
         for action in actions:
             self._do(action)
+        if not self.sent and self.side.phase is Phase.REVOKING:  # The peer knows of no pages.
+            self.side.step(Event.DONE)
         self._go_on()
         self._note()
 
@@ -164,7 +165,6 @@ class Handoff(Operation):
         self.num_ready = max(self.num_ready, min(count, self.num_layers))
         if not self.side.mover:
             self.num_moved = max(self.num_moved, min(count, self.num_layers))
-            self.request.on_progress(self)
             self.ring()
         self.on(Event.READY)
 
@@ -230,7 +230,6 @@ class Handoff(Operation):
             if self.num_moved < self.num_layers:
                 if self.side.role is Role.PREFILL:
                     self._send(frames.READY, frames.pack_count(self._head(), self.num_moved))
-                self.request.on_progress(self)
                 self.ring()
             self._go_on()
             self._note()
@@ -300,7 +299,6 @@ class Handoff(Operation):
     # What it does.
 
     def _do(self, action: Action) -> None:
-        assert self.remote is not None
         match action:
             case Action.GRANT:
                 runs = b"\0"
@@ -390,9 +388,11 @@ class Handoff(Operation):
         self._connection.contacts.send_body(self.remote, kind, body)
 
     def _doing(self) -> str:
+        if not self.sent:
+            return "the caches were to meet"
         match self.side.phase:
             case Phase.ASKED:
-                return "it waited for leave" if self.sent else "the caches were to meet"
+                return "it waited for leave"
             case Phase.MOVING:
                 return f"{self.num_moved} of {self.num_layers} layers were moved"
             case _:

@@ -14,7 +14,7 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from torch_nixl.engine.connection import Connection
 from torch_nixl.kv import frames
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from torch_nixl.kv.server import KVCacheServer
     from torch_nixl.kv.service import Service
     from torch_nixl.p2p.communicator import Communicator
+
+NO_SERVER: Final = "there is no such server here, or not any more"
 
 
 class KVHub:
@@ -189,8 +191,7 @@ class KVHub:
         server = self._servers.get(receiver)
         if server is None:
             head = Head(sender, 0, LeaseId(receiver, 0))
-            text = "there is no such server here, or not any more"
-            self.send_end(remote, frames.REJECT, head, Outcome.UNKNOWN, text)
+            self.send_end(remote, frames.REJECT, head, Outcome.UNKNOWN, NO_SERVER)
         else:
             server.on_meet(remote, sender, body, at)
 
@@ -207,8 +208,7 @@ class KVHub:
             server.on_take(remote, take)
             return
         head = Head(take.service, take.head.number, take.head.lease)
-        text = "there is no such server here, or not any more"
-        self.send_end(remote, frames.REJECT, head, Outcome.UNKNOWN, text)
+        self.send_end(remote, frames.REJECT, head, Outcome.UNKNOWN, NO_SERVER)
 
     def _on_grant(self, remote: Remote, body: bytes) -> None:
         ready, runs = frames.parse_grant(body)
@@ -267,6 +267,9 @@ class KVHub:
         server = self._servers.get(head.service)
         if server is not None:
             server.on_beat(remote, head, milliseconds / 1000)
+        else:
+            answer = Head(frames.any_peer_of(head.service), head.number, head.lease)
+            self.send_end(remote, frames.REJECT, answer, Outcome.UNKNOWN, NO_SERVER)
 
 
 _hubs: weakref.WeakKeyDictionary[Connection, KVHub] = weakref.WeakKeyDictionary()

@@ -263,10 +263,6 @@ class LeaseTable:
             ]
             heapq.heapify(self._deadlines)
 
-    def next_deadline(self) -> float | None:
-        """When `expire` has something to do, at the earliest; None if never."""
-        return self._deadlines[0][0] if self._deadlines else None
-
     def remove(self, lease: Lease) -> None:
         """Forget a released lease, but for how it ended. Idempotent."""
         assert lease.released

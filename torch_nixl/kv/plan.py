@@ -208,9 +208,21 @@ def _check_run(layout: Layout, run: Run, start: int, stop: int, what: str) -> No
 
 
 def _locate(layout: Layout, run: Run, positions: _Numbers) -> _Numbers:
-    """Return offsets of tokens, relative to the first head of page 0 of their part."""
-    index, slots = np.divmod(positions - run.first, layout.geometry.page_size)
-    offsets = run.pages[index] * layout.page_stride
+    """Return offsets of tokens, relative to the first head of page 0 of their part.
+
+    Positions ascend, by a page at most.
+    """
+    size = layout.geometry.page_size
+    if not len(positions):
+        return np.empty(0, np.int64)
+    index, slot = divmod(int(positions[0]) - run.first, size)
+    if (int(positions[-1]) - run.first) // size - index == len(positions) - 1:
+        # One in each page, of which only the first may lie inside: no division for each.
+        offsets = run.pages[index : index + len(positions)] * layout.page_stride
+        offsets[0] += slot * layout.token_stride
+        return offsets
+    indices, slots = np.divmod(positions - run.first, size)
+    offsets = run.pages[indices] * layout.page_stride
     offsets += slots * layout.token_stride
     return offsets
 

@@ -61,7 +61,11 @@ class Pool:
 
 
 def pack_pool(pool: Pool) -> bytes:
-    """Return the bytes of a pool."""
+    """Return the bytes of a pool.
+
+    Raises:
+        ValueError: Its dtype can't be sent.
+    """
     parts = [
         _text(pool.compatibility.version),
         _text(pool.compatibility.model),
@@ -71,6 +75,8 @@ def pack_pool(pool: Pool) -> bytes:
         pool.layouts, pool.regions, pool.compatibility.layers, strict=True
     ):
         geometry = layout.geometry
+        if geometry.dtype not in _DTYPE_NUMBERS:
+            raise ValueError(f"a cache of {geometry.dtype} can't be handed over")
         parts.append(
             _GROUP.pack(
                 geometry.num_layers,

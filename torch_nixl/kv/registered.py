@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from torch_nixl.engine import wire
-from torch_nixl.engine.memory import as_memory, require_writable
+from torch_nixl.engine.memory import as_memory, require_in_place, require_writable
 from torch_nixl.errors import MetadataError
 from torch_nixl.kv.cache import KVCache
 from torch_nixl.kv.layout import Layout
@@ -97,7 +97,13 @@ class RegisteredPool:
         return sum(ledger.num_held for ledger, _ in self._ledgers)
 
     def hold(self, runs: Sequence[Run], *, exclusive: bool) -> None:
-        """Hold the pages of a request. See `PageLedger.hold`."""
+        """Hold the pages of a request. See `PageLedger.hold`.
+
+        Raises:
+            ValueError: As there; or the cache's memory has moved since it was registered.
+        """
+        for one in self.held:
+            require_in_place(one.memory)
         done = []
         try:
             for ledger, groups in self._ledgers:

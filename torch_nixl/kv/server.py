@@ -6,7 +6,13 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
-from torch_nixl.errors import LeaseError, LeaseOutOfRange, MetadataError, TransferCancelled
+from torch_nixl.errors import (
+    LeaseError,
+    LeaseOutOfRange,
+    MetadataError,
+    TransferCancelled,
+    TransferError,
+)
 from torch_nixl.kv import frames
 from torch_nixl.kv.cache import KVCache, PageIds
 from torch_nixl.kv.handoff import Handoff
@@ -27,6 +33,10 @@ if TYPE_CHECKING:
 
 DEFAULT_LEASE: Final = 30.0
 """Seconds for which pages are on offer unless told otherwise."""
+
+STALL_SECONDS: Final = 0.25
+"""After so long without a tick this process stood still, or its driver did: for as long again no
+lease lapses, so that heartbeats that came in time are read first."""
 
 
 class Offer(Request):
@@ -85,10 +95,16 @@ class Offer(Request):
         with self._server.hub.lock:
             for handoff in list(self.handoffs):
                 handoff.cancel(outcome, text)
-            self._give_up(outcome)
-            self.look(text)
+            self.shut(outcome, text)
 
     # The hub's lock is held.
+
+    def shut(self, outcome: Outcome, text: str) -> None:
+        """Give up the shares that no rank has come for."""
+        for side in self.lease.sides.values():
+            if side.phase is Phase.OFFERED:
+                side.step(Event.CANCEL, outcome)
+        self.look(text)
 
     def look(self, text: str = "") -> None:
         """See whether it has ended, or its pages are free."""
@@ -96,7 +112,8 @@ class Offer(Request):
         outcome = lease.outcome
         if outcome is not None and not self._done:
             failed = [one.error for one in self.handoffs if one.error is not None]
-            error = failed[0] if failed else error_of(outcome, f"offer of {self.request!r}: {text}")
+            text = f"offer of {self.request!r}: {text or outcome.name.lower()}"
+            error = failed[0] if failed else error_of(outcome, text)
             self._server.figures.count_end(outcome)
             self._server.figures.took("total", time.monotonic() - self.offered_at)
             if outcome is Outcome.COMPLETE:
@@ -106,9 +123,6 @@ class Offer(Request):
             self._server.leave(self)
             self._server.forget(self)
             self._free()
-
-    def on_progress(self, handoff: Handoff) -> None:
-        pass
 
     def on_end(self, handoff: Handoff) -> None:
         self.look()
@@ -120,13 +134,7 @@ class Offer(Request):
         """The connection is gone. Handoffs have been told, or are being told."""
         if self._end(error):
             self._server.figures.count_end(Outcome.CLOSED)
-        self._give_up(Outcome.CLOSED)
-        self.look()
-
-    def _give_up(self, outcome: Outcome) -> None:
-        for side in self.lease.sides.values():
-            if side.phase is Phase.OFFERED:
-                side.step(Event.CANCEL, outcome)
+        self.shut(Outcome.CLOSED, "")
 
     def _expire(self) -> None:
         self.withdraw(Outcome.TIMED_OUT, "timed out before decode had the pages")
@@ -160,6 +168,8 @@ class KVCacheServer(Service):
         super().__init__(connection, cache, timeout=timeout)
         self._lease = lease
         self._leases = LeaseTable()
+        self._ticked_at = time.monotonic()
+        self._lapse_after = 0.0
         self._offers: dict[LeaseId, Offer] = {}
         self._blob = Ticket.encode(self.connection.metadata()[0])
         self.number = self.hub.add_server(self)
@@ -199,13 +209,13 @@ class KVCacheServer(Service):
         milliseconds = lease_milliseconds(seconds)
         with self.hub.lock:
             self._check_open()
-            self.registered.hold(runs, exclusive=False)
+            granted = self._leases.grant(request, num_tokens, time.monotonic() + seconds)
             try:
-                now = time.monotonic()
-                granted = self._leases.grant(request, num_tokens, now + seconds)
                 ticket = self._ticket(granted, milliseconds)
+                self.registered.hold(runs, exclusive=False)
             except BaseException:
-                self.registered.release(runs)
+                granted.sides[-1].step(Event.CANCEL)
+                self._leases.remove(granted)
                 raise
             offer = Offer(self, granted, request, runs, ready=ready, ticket=ticket)
             self._offers[granted.name] = offer
@@ -234,8 +244,7 @@ class KVCacheServer(Service):
     def _withdraw(self) -> None:
         with self.hub.lock:
             for offer in list(self._offers.values()):
-                if not offer.handoffs:
-                    offer.withdraw(Outcome.CLOSED, "prefill closed")
+                offer.shut(Outcome.CLOSED, "prefill closed")
 
     # The hub's lock is held.
 
@@ -245,7 +254,11 @@ class KVCacheServer(Service):
         self._leases.remove(offer.lease)
 
     def on_tick(self, now: float) -> None:
-        self._expire(now)
+        if now - self._ticked_at > STALL_SECONDS:
+            self._lapse_after = now + STALL_SECONDS
+        self._ticked_at = now
+        if now >= self._lapse_after:
+            self._expire(now)
 
     def _expire(self, now: float) -> None:
         for lease in self._leases.expire(now):
@@ -263,7 +276,12 @@ class KVCacheServer(Service):
 
     def on_meet(self, remote: Remote, service: int, body: bytes, at: int) -> None:
         """A client tells of its cache; answer with ours, or why nothing can move."""
-        meeting = self._meet(remote, service)
+        head = frames.Head(service, 0, LeaseId(self.number, 0))
+        try:
+            meeting = self._meet(remote, service)
+        except TransferError as error:
+            self.hub.send_end(remote, frames.REJECT, head, Outcome.FAILED, str(error))
+            return
         try:
             self._know(meeting, body, at)
         except MetadataError as error:
@@ -272,7 +290,6 @@ class KVCacheServer(Service):
             answer = frames.pack_meet(service, self.number, self.registered.packed)
             self.connection.contacts.send_body(remote, frames.WELCOME, answer)
         else:
-            head = frames.Head(service, 0, LeaseId(self.number, 0))
             self.hub.send_end(remote, frames.REJECT, head, *meeting.refused)
 
     def _share(self, meeting: Meeting, theirs: Compatibility) -> None:
@@ -360,7 +377,6 @@ class KVCacheServer(Service):
         """Decode is still going to come; or, with 0 seconds, it never will."""
         self.figures.heartbeats += 1
         now = time.monotonic()
-        self._expire(now)
         try:
             if seconds == 0:
                 lease = self._leases.find(head.lease)

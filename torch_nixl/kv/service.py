@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from torch_nixl.engine.operation import Operation, deadline_after
-from torch_nixl.errors import ClosedError, MetadataError
+from torch_nixl.errors import ClosedError, TransferError
+from torch_nixl.kv.frames import role_of
 from torch_nixl.kv.hub import connection_of, hub_of
 from torch_nixl.kv.meeting import Meeting
 from torch_nixl.kv.pools import parse_pool
@@ -35,6 +37,9 @@ MAX_ENDED: Final = 1 << 16
 
 MAX_MEETINGS: Final = 1 << 14
 """Caches of peers that one service knows at a time."""
+
+MAX_MEETINGS_EACH: Final = 256
+"""Caches of one peer: if it names more, those that it named first are forgotten."""
 
 _S = TypeVar("_S", bound="Service")
 
@@ -123,7 +128,7 @@ class Service:
         self.closed = True
         self._withdraw()
         for handoff in list(self._handoffs):
-            handoff.cancel(Outcome.CLOSED, "the other side closed")
+            handoff.cancel(Outcome.CLOSED, f"{role_of(self.number).value} closed")
         with self.hub.lock:
             self.hub.remove(self)
             self._link.close()
@@ -181,16 +186,30 @@ class Service:
     # Peers' caches.
 
     def _meet(self, remote: Remote, service: int) -> Meeting:
-        """What is known of a peer's cache; a new record if nothing is, or it has been lost."""
-        meeting = self._meetings.get((remote.name, service))
+        """What is known of a peer's cache; a new record if nothing is, or it has been lost.
+
+        Raises:
+            TransferError: Too many are known.
+        """
+        key = remote.name, service
+        meeting = self._meetings.get(key)
         if meeting is None or meeting.remote is not remote:
-            if len(self._meetings) >= MAX_MEETINGS:
-                known = self._meetings.items()
-                self._meetings = {k: one for k, one in known if one.remote.lost_error is None}
-            if len(self._meetings) >= MAX_MEETINGS:
-                raise MetadataError("too many peers' caches are known")
-            meeting = self._meetings[remote.name, service] = Meeting(remote, service)
+            self._make_room(remote.name)
+            meeting = self._meetings[key] = Meeting(remote, service)
         return meeting
+
+    def _make_room(self, name: str) -> None:
+        """Forget caches: of one peer those that it named first, and of lost peers all."""
+        known = self._meetings
+        mine = [key for key, one in known.items() if key[0] == name and not one.waiting]
+        for key in mine[: max(0, len(mine) + 1 - MAX_MEETINGS_EACH)]:
+            del known[key]
+        if len(known) >= MAX_MEETINGS:
+            lost = [key for key, one in known.items() if one.remote.lost_error is not None]
+            for key in lost:
+                del known[key]
+        if len(known) >= MAX_MEETINGS:
+            raise TransferError(f"{len(known)} caches of peers are known: too many")
 
     def _know(self, meeting: Meeting, body: bytes, at: int) -> None:
         """Take in what a peer says of its cache.
@@ -251,6 +270,11 @@ class Link(Operation):
     def abort(self, error: BaseException) -> None:
         self._service.on_abort(error)
         super().abort(error)
+
+    def on_fork(self, error: BaseException) -> None:
+        # Another thread may have held it at the fork.
+        self._service.hub.lock = threading.RLock()
+        super().on_fork(error)
 
     def close(self) -> None:
         """Leave the tables, and the service's cache to those requests that still need it."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Final
 
 from torch_nixl.kv.protocol import Outcome
@@ -93,7 +92,7 @@ class Figures:
         return KVStatistics(
             offers=self.offers,
             asked=self.asked,
-            outcomes=MappingProxyType(dict(self.outcomes)),
+            outcomes=dict(self.outcomes),
             nbytes=self.nbytes,
             pages=self.pages,
             spans=self.spans,
@@ -101,8 +100,8 @@ class Figures:
             heartbeats=self.heartbeats,
             held_pages=held_pages,
             open_requests=open_requests,
-            latencies=MappingProxyType({k: _latency(v) for k, v in self.latencies.items()}),
-            paths=MappingProxyType(dict(self.paths)),
+            latencies={k: _latency(v) for k, v in self.latencies.items()},
+            paths=dict(self.paths),
         )
 
 

@@ -78,6 +78,11 @@ class Ticket(BaseModel):
         """
         return decode_blob(self.metadata)
 
+    def is_same(self, other: Ticket) -> bool:
+        """Whether both name the same lease."""
+        ours = (self.server, self.service, self.lease)
+        return ours == (other.server, other.service, other.lease)
+
     def pack(self, *, key: bytes | None) -> str:
         """Return the ticket as JSON, sealed.
 

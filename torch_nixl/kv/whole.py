@@ -22,12 +22,8 @@ class Whole(Protocol):
         """This side's pages."""
         ...
 
-    def on_progress(self, handoff: Handoff) -> None:
-        """More layers have been moved. Called with the hub's lock held, as the others."""
-        ...
-
     def on_end(self, handoff: Handoff) -> None:
-        """Its outcome is known."""
+        """Its outcome is known. Called with the hub's lock held, as the other."""
         ...
 
     def on_release(self, handoff: Handoff) -> None:
