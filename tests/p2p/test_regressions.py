@@ -637,8 +637,9 @@ def test_a_region_that_a_waiting_offer_lies_in_is_remembered(
     a.isend(tensor, 1)
     b.recv(0)  # told
     waiting = a.isend(tensor, 1, tag=9)
-    for _ in range(12):
-        work = a.isend(torch.ones(LARGE), 1)
+    kept = [torch.ones(LARGE) for _ in range(12)]  # or their addresses would come again
+    for other in kept:
+        work = a.isend(other, 1)
         b.recv(0)
         work.wait(5)
     assert float(b.recv(0, tag=9, timeout=5)[-1]) == 3.0
@@ -686,10 +687,7 @@ def test_a_target_that_has_shrunk_since_is_refused(world: World, form: str, left
     out = torch.zeros(2 * count)
     target = out[::2] if form == "scattered" else out[:count]
     is_tree = "tree" in form
-    if is_tree:
-        receive = b.irecv_tree(0, out=[target])
-    else:
-        receive = b.irecv(0, out=target)
+    receive = b.irecv_tree(0, out=[target]) if is_tree else b.irecv(0, out=target)
     out.untyped_storage().resize_(left)
     sent = torch.ones(count)
     send = a.isend_tree([sent], 1) if is_tree else a.isend(sent, 1)
@@ -734,7 +732,7 @@ def test_a_number_that_is_offered_twice_is_refused(world: World) -> None:
         sent.append((kind, body))
         send(to, kind, body)
 
-    exchange.outbox._send = note
+    exchange.outbox._send = note  # type: ignore[assignment]
     work = a.isend(torch.full((LARGE,), 2.0), 1)
     b.probe(0)
     [(kind, body)] = sent
