@@ -64,16 +64,29 @@ class DeviceCollective(Ordered, CollectiveOperation):
     def attend(self) -> bool:
         """Have the device's thread run the algorithm, if that can go on."""
         order = self.order
-        while not self._done and order.passed() and self._running.acquire(blocking=False):
+        running = self._running
+        while not self._done and order.passed():
             goes_on = False
-            try:
-                goes_on = self._is_due()
-            except Exception as error:  # noqa: BLE001 - it ends the collective, on every rank
-                self._group.fail(self, error)
-            if goes_on:
-                order.devices[0].run(self._turn, self._after_turn)
-                return True
-            self._running.release()
+            try:  # [Note: interrupts] in engine/progress.py
+                # The flag stays set while the device's thread has its turn: no lock could be
+                # released there.
+                if not running.acquire(blocking=False) or self._stepping:
+                    break
+                try:
+                    self._stepping = True
+                    goes_on = self._is_due()
+                except Exception as error:  # noqa: BLE001 - it ends the collective, on every rank
+                    self._group.fail(self, error)
+                finally:
+                    self._stepping = goes_on
+                if goes_on:
+                    order.devices[0].run(self._turn, self._after_turn)
+                    return True
+            finally:
+                try:
+                    running.release()
+                except RuntimeError:
+                    pass
             blocking = self._blocking
             if self._done or blocking is None:
                 break
@@ -82,11 +95,11 @@ class DeviceCollective(Ordered, CollectiveOperation):
                 blocking.add_done_callback(self._wake)
             if not blocking._done:
                 break
-            # It ended meanwhile, and who noticed may have found `_running` taken.
+            # It ended meanwhile, and who noticed may have found it busy.
         return False
 
     def _is_due(self) -> bool:
-        """Whether the algorithm can go on; ends what has nothing left to do. Holds `_running`."""
+        """Whether the algorithm can go on; ends what has nothing left to do. Alone, as `_turn`."""
         if self._blocking is not None and not self._attend_parts():
             return False
         raise_for(self._blocking)
@@ -100,7 +113,7 @@ class DeviceCollective(Ordered, CollectiveOperation):
         return False
 
     def _turn(self) -> None:
-        """Run the algorithm until it has to wait. In the device's thread, with `_running` held."""
+        """Run the algorithm until it has to wait. In the device's thread."""
         while not self._done and (steps := self._steps) is not None:
             try:
                 with self._mode():
@@ -113,7 +126,7 @@ class DeviceCollective(Ordered, CollectiveOperation):
             raise_for(self._blocking)
 
     def _after_turn(self, error: BaseException | None) -> None:
-        self._running.release()
+        self._stepping = False
         if error is not None:
             self._group.fail(self, error)
         if self._done:
@@ -130,7 +143,7 @@ class DeviceCollective(Ordered, CollectiveOperation):
 
     def _is_quiet(self) -> bool:
         """Whether nothing touches its memory any more. It has failed."""
-        return not self._running.locked() and all(part.released for part in list(self._parts))
+        return not self._stepping and all(part.released for part in list(self._parts))
 
     def _drop_steps(self) -> None:
         box: list[object] = [self._steps]
@@ -140,4 +153,4 @@ class DeviceCollective(Ordered, CollectiveOperation):
     def abort(self, error: BaseException) -> None:
         self._group.forget(self)
         self._finish(error)
-        when(lambda: not self._running.locked(), self._release)
+        when(lambda: not self._stepping, self._release)

@@ -72,6 +72,7 @@ class CollectiveOperation(Operation):
         "_parts",
         "_pause",
         "_running",
+        "_stepping",
         "_steps",
         "_watched",
         "limit",
@@ -98,7 +99,8 @@ class CollectiveOperation(Operation):
         super().__init__(communicator.connection, signature.name, (), None)
         self._group = group
         self._communicator = communicator
-        self._running = threading.Lock()
+        self._running = threading.RLock()
+        self._stepping = False
         self._blocking: Message | None = None
         self._watched: Message | None = None
         self._asked_at = 0.0
@@ -175,12 +177,22 @@ class CollectiveOperation(Operation):
         self._parts.append(part)
 
     def attend(self) -> bool:
-        if self._done or not self._running.acquire(blocking=False):
+        if self._done or self._stepping:
             return False
-        try:
-            moved = self._advance()
+        running = self._running
+        try:  # [Note: interrupts] in engine/progress.py
+            if not running.acquire(blocking=False):
+                return False
+            try:
+                self._stepping = True
+                moved = self._advance()
+            finally:
+                self._stepping = False
         finally:
-            self._running.release()
+            try:
+                running.release()
+            except RuntimeError:
+                pass
         blocking = self._blocking
         if self.done:
             self._give_up_parts()

@@ -55,7 +55,7 @@ class Contacts:
         self._connection = connection
         self._adapter = connection.adapter
         self._lock = connection.lock
-        self._contacting = threading.Lock()
+        self._contacting = threading.RLock()
         self._remotes: dict[str, Remote] = {}
         self._lingering: list[Remote] = []
         self._estranged: OrderedDict[str, Remote] = OrderedDict()
@@ -74,7 +74,7 @@ class Contacts:
     def after_fork(self) -> None:
         """Replace locks that other threads held at the fork."""
         self._lock = self._connection.lock
-        self._contacting = threading.Lock()
+        self._contacting = threading.RLock()
 
     def all(self) -> list[Remote]:
         """Those known, and not lost."""
@@ -326,11 +326,16 @@ class Contacts:
             for remote in list(self._remotes.values()):
                 self._take_census(remote, now)
         # A thread that is making contact sweeps by itself.
-        if self._lingering and self._contacting.acquire(blocking=False):
-            try:
-                self._sweep("")
+        if self._lingering:
+            contacting = self._contacting
+            try:  # [Note: interrupts] in progress.py
+                if contacting.acquire(blocking=False):
+                    self._sweep("")
             finally:
-                self._contacting.release()
+                try:
+                    contacting.release()
+                except RuntimeError:
+                    pass
 
     def _take_census(self, remote: Remote, now: float) -> None:
         identity = remote.identity

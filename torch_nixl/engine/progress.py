@@ -9,6 +9,14 @@ Several threads may wait. Each newcomer polls for `HOT_SECONDS`; then one of the
 goes on polling with growing sleeps of at most `WAIT_SECONDS`, and the others sleep on locks of
 their own, released by whoever ends their operation. A leader that leaves wakes one of them to take
 over. One poll happens at a time (`_driving`), so frames are handled in the order they arrive.
+
+[Note: interrupts]
+A signal handler may raise in the main thread between any two calls, also right after a lock was
+taken and before a `try` is entered. A lock that is only tried for is therefore an RLock, which
+knows its holder: it is tried for inside of the `try`, and whatever happened, `release` either frees
+what this thread holds or raises RuntimeError (not in a function of our own: a handler may raise
+before its first line). A flag tells whether this thread is in the middle of what the lock guards
+already, which an RLock would let pass.
 """
 
 from __future__ import annotations
@@ -111,8 +119,8 @@ class Progress:
 
     def __init__(self, driven: Driven, name: str) -> None:
         self._driven = driven
-        self._driving = threading.Lock()
-        self._leading = threading.Lock()
+        self._driving = threading.RLock()
+        self._leading = threading.RLock()
         self._followers: deque[Alarm] = deque()
         self._later: deque[Callable[[], None]] = deque()
         self._next_tick = 0.0
@@ -136,21 +144,29 @@ class Progress:
 
     def step(self) -> bool:
         """Poll once; return whether anything happened. Returns at once if another thread polls."""
-        if not self._driving.acquire(blocking=False):
+        if self._driver:
             return False
-        self._driver = threading.get_ident()
-        try:
-            moved = self._driven.poll()
-            now = time.monotonic()
-            if now >= self._next_tick:
-                self._next_tick = now + TICK_SECONDS
-                self._driven.tick(now)
-            self._stepped_at = now
-            if moved:
-                self._news_at = now
+        driving = self._driving
+        try:  # [Note: interrupts]
+            if not driving.acquire(blocking=False):
+                return False
+            try:
+                self._driver = threading.get_ident()
+                moved = self._driven.poll()
+                now = time.monotonic()
+                if now >= self._next_tick:
+                    self._next_tick = now + TICK_SECONDS
+                    self._driven.tick(now)
+                self._stepped_at = now
+                if moved:
+                    self._news_at = now
+            finally:
+                self._driver = 0
         finally:
-            self._driver = 0
-            self._driving.release()
+            try:
+                driving.release()
+            except RuntimeError:
+                pass
         if self._later:
             self._call_now()
         return moved
@@ -185,10 +201,15 @@ class Progress:
         The library's lock prefers posts to polls: without this a thread that posts piece after
         piece could keep all others from polling until it has posted the last.
         """
-        if self._driving.locked() and self._driver != threading.get_ident():
+        if self._driver and self._driver != threading.get_ident():
             self._contended_until = time.monotonic() + CONTENDED_SECONDS
-            if self._driving.acquire(timeout=LET_POLL_SECONDS):
-                self._driving.release()
+            try:  # [Note: interrupts]
+                self._driving.acquire(timeout=LET_POLL_SECONDS)
+            finally:
+                try:
+                    self._driving.release()
+                except RuntimeError:
+                    pass
 
     @property
     def contended(self) -> bool:
@@ -201,14 +222,22 @@ class Progress:
         Does nothing in a frame handler, which is in the middle of that, and gives up after
         `timeout` seconds if the other thread's handler is stuck.
         """
-        if self._driver == threading.get_ident() or not self._driving.acquire(timeout=timeout):
+        if self._driver == threading.get_ident():
             return
-        self._driver = threading.get_ident()
-        try:
-            self._driven.poll()
+        driving = self._driving
+        try:  # [Note: interrupts]
+            if not driving.acquire(timeout=timeout):
+                return
+            try:
+                self._driver = threading.get_ident()
+                self._driven.poll()
+            finally:
+                self._driver = 0
         finally:
-            self._driver = 0
-            self._driving.release()
+            try:
+                driving.release()
+            except RuntimeError:
+                pass
 
     def wait(self, operation: Operation, deadline: float | None) -> bool:
         """Drive until `operation` has ended; return False if the deadline comes first."""
@@ -265,11 +294,16 @@ class Progress:
         if not operation.add_waiter(alarm):
             return True
         try:
-            if self._leading.acquire(blocking=False):
-                try:
+            leading = self._leading
+            try:  # [Note: interrupts]
+                if leading.acquire(blocking=False):
                     return self._poll_slowly(condition, deadline, operation, alarm)
-                finally:
-                    self._leading.release()
+            finally:
+                try:
+                    leading.release()
+                except RuntimeError:
+                    pass
+                else:
                     self._promote()
             self._followers.append(alarm)
             # A waiter posts and polls its own pieces, however many others there are.
@@ -354,7 +388,8 @@ class Progress:
 
     def after_fork(self) -> None:
         """Replace locks that other threads held at the fork; there is no background thread here."""
-        self._driving, self._leading = threading.Lock(), threading.Lock()
+        self._driving, self._leading = threading.RLock(), threading.RLock()
+        self._driver = 0
         self._start_lock = threading.Lock()
         self._stopping = True
         self._thread = None

@@ -68,7 +68,7 @@ class OperationTable:
             return list(self._all)
 
     def add(self, operation: Operation) -> None:
-        """Hold an operation until it is released.
+        """Hold an operation until it is released; not at all if it is already.
 
         Raises:
             ClosedError: The connection was closed meanwhile.
@@ -76,6 +76,8 @@ class OperationTable:
         with self._lock:
             if self._closed:
                 raise ClosedError("the connection was closed before the operation could start")
+            if operation.released:
+                return  # Another thread ended it before it was started.
             self._all[operation] = None
             operation.started_at = time.monotonic()
             if isinstance(operation, PassiveOperation):

@@ -73,6 +73,7 @@ class TransferOperation(Operation):
     """
 
     __slots__ = (
+        "_advancing",
         "_attending",
         "_direction",
         "_flight",
@@ -108,7 +109,8 @@ class TransferOperation(Operation):
         self._frame = frame
         self._message = b""
         self._spent: list[Transfer] = []
-        self._attending = threading.Lock()
+        self._attending = threading.RLock()
+        self._advancing = False
         self.counted = False
         self.moved_nbytes = 0
 
@@ -118,17 +120,26 @@ class TransferOperation(Operation):
         return len(self._flight)
 
     def attend(self) -> bool:
-        if self._released or not self._attending.acquire(blocking=False):
+        if self._released or self._advancing:
             return False
-        try:
-            moved = self._advance()
-        except BaseException as error:
-            # Interrupted between two pieces, by Ctrl-C say: one may be missing.
-            self._break(TransferError(f"{self}: interrupted by {error!r}"))
-            raise
+        attending = self._attending
+        try:  # [Note: interrupts] in progress.py
+            if not attending.acquire(blocking=False):
+                return False
+            try:
+                self._advancing = True
+                return self._advance()
+            except BaseException as error:
+                # Interrupted between two pieces, by Ctrl-C say: one may be missing.
+                self._break(TransferError(f"{self}: interrupted by {error!r}"))
+                raise
+            finally:
+                self._advancing = False
         finally:
-            self._attending.release()
-        return moved
+            try:
+                attending.release()
+            except RuntimeError:
+                pass
 
     def _advance(self) -> bool:
         """Poll what is under way and post what fits. Holds `_attending`."""
@@ -253,7 +264,10 @@ class TransferOperation(Operation):
         self.attend()
 
     def hold(self, timeout: float) -> bool:
-        return self._attending.acquire(timeout=max(0.0, timeout))
+        held = self._attending.acquire(timeout=max(0.0, timeout))
+        if held:
+            self._advancing = True  # For good: this thread, which holds the lock, does not either.
+        return held
 
     def cancel(self) -> None:
         self._stop(TransferCancelled(f"{self}: cancelled"))

@@ -12,6 +12,8 @@ from torch_nixl.p2p.step import StepOperation
 from torch_nixl.p2p.terms import Terms
 
 if TYPE_CHECKING:
+    import threading
+
     from torch_nixl.p2p.exchange import Exchange
     from torch_nixl.p2p.peer import Peer
 
@@ -41,6 +43,10 @@ class Channels:
             terms.BREAK: self.on_break,
             terms.BYTES: self.on_bytes,
         }
+
+    def renew_lock(self, lock: threading.RLock) -> None:
+        """See `Exchange.renew_lock`."""
+        self._lock = lock
 
     def open(self, session: Session) -> None:
         """Begin a session.

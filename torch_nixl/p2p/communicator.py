@@ -211,6 +211,7 @@ class Communicator(TensorMethods, TreeMethods):
             if exchange.closed is not None:
                 return
             exchange.closed = ClosedError(why)
+            exchange.inbox.close()
         deadline = time.monotonic() + (timeout or 0.0)
         outstanding = exchange.outstanding()
         for one in outstanding:

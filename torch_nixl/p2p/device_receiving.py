@@ -100,6 +100,10 @@ class DeviceReceive(Ordered, ReceiveOperation):
         orders = (self.order, message.order)
         self._land(device, orders, lambda: landing.adopt(message.description, data))
 
+    def break_off(self, message: Message | None, error: BaseException) -> None:
+        if not self._working:  # Else another thread goes on with it.
+            super().break_off(message, error)
+
     def _start(self, message: Message) -> None:
         self._when_passed((self.order,), lambda: self._start_now(message))
 

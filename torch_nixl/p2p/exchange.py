@@ -85,6 +85,13 @@ class Exchange:
             protocol.LEAVE: self.on_leave,
         }
 
+    def renew_lock(self, lock: threading.RLock) -> None:
+        """Use another lock: in a forked child, where nobody frees the old one."""
+        self.lock = lock
+        self.outbox.renew_lock(lock)
+        self.inbox.renew_lock(lock)
+        self.channels.renew_lock(lock)
+
     def contact(self, rank: int, blob: bytes) -> Peer:
         """Make contact with the agent of a rank, and meet it.
 
@@ -238,9 +245,27 @@ class Exchange:
         else:
             busy.pop(peer.link, None)
 
-    def check(self, peer: Peer) -> None:
+    def why_closed(self) -> ClosedError | None:
+        """Why nothing can be done any more; None while the agent and the Communicator live."""
         if self.closed is not None:
-            raise ClosedError(str(self.closed))
+            return ClosedError(str(self.closed))
+        if self.connection.closed:
+            return ClosedError(f"the agent of this Communicator is gone: {self.connection!r}")
+        return None
+
+    def check_open(self) -> None:
+        """Refuse a call after the end, the Communicator's or its agent's.
+
+        Raises:
+            ClosedError: That is so.
+        """
+        closed = self.why_closed()
+        if closed is not None:
+            raise closed
+
+    def check(self, peer: Peer) -> None:
+        if self.closed is not None or self.connection.closed:
+            self.check_open()
         if peer.error is not None:
             raise PeerLostError(str(peer.error), remote=peer.remote.name, rank=peer.rank)
 

@@ -352,3 +352,12 @@ class _Entry:
         self.tensor = tensor
         self.peer = peer
         self.tag = tag
+
+
+def _after_fork_in_child() -> None:
+    # Another thread may have held it at the fork.
+    global _lock
+    _lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

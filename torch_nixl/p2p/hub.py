@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import weakref
 from collections.abc import Callable
@@ -55,6 +56,12 @@ class Hub:
         for kind in (*protocol.KINDS, *terms.KINDS):
             if kind != protocol.INTRO:
                 connection.route(kind, self._route(kind))
+
+    def after_fork(self) -> None:
+        """Replace the lock, which another thread may have held at the fork."""
+        self.lock = threading.RLock()
+        for exchange in (*self._exchanges.values(), *self._ending.values()):
+            exchange.renew_lock(self.lock)
 
     def add(self, exchange: Exchange) -> None:
         """Take frames in for a Communicator.
@@ -189,3 +196,14 @@ def leave_connection(connection: Connection, *, abort: bool, timeout: float) -> 
         connection.abort("the last Communicator was aborted")
     else:
         connection.close(timeout)
+
+
+def _after_fork_in_child() -> None:
+    # The engine has disowned the connections by then: its hook was registered first.
+    global _lock
+    _lock = threading.Lock()
+    for hub in list(_hubs.values()):
+        hub.after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -27,6 +27,8 @@ from torch_nixl.p2p.sending import outcome_of
 from torch_nixl.p2p.values import Envelope
 
 if TYPE_CHECKING:
+    import threading
+
     from torch_nixl.engine.streams import StreamOrder
     from torch_nixl.p2p.exchange import Exchange
     from torch_nixl.p2p.peer import Peer
@@ -68,6 +70,10 @@ class Inbox:
             protocol.FILLED: self.on_filled,
         }
 
+    def renew_lock(self, lock: threading.RLock) -> None:
+        """See `Exchange.renew_lock`."""
+        self._lock = lock
+
     def post(self, receive: ReceiveOperation, *, spin: bool = False) -> None:
         """Give a receive its message, or have it wait for one.
 
@@ -81,22 +87,30 @@ class Inbox:
             ClosedError: The Communicator is closed.
         """
         source, tag = receive.wanted_source, receive.tag
-        with self._lock:
-            message = self.matcher.take(source, tag)
-            if message is None:
-                peer = self._check_source(source)
-                self.matcher.post(receive, source, tag)
-                self.asker.ask(peer, source, tag)
-                if not spin or receive.order is not None:
-                    self.enter(receive)
-                    return
-            else:
-                due = self._taken(message)
-        if message is not None:
-            if due is not None:
-                self._give_credit(message.peer, due)
-            self._hand_over(receive, message)
-            return
+        message = None
+        try:
+            with self._lock:
+                # First: what waits here may be memory that its sender has taken back.
+                self._exchange.check_open()
+                message = self.matcher.take(source, tag)
+                if message is None:
+                    peer = self._check_source(source)
+                    self.matcher.post(receive, source, tag)
+                    self.asker.ask(peer, source, tag)
+                    if not spin or receive.order is not None:
+                        self.enter(receive)
+                        return
+                else:
+                    due = self._taken(message)
+            if message is not None:
+                if due is not None:
+                    self._give_credit(message.peer, due)
+                self._hand_over(receive, message)
+                return
+        except BaseException as error:
+            if message is not None:
+                receive.break_off(message if message.data is None else None, error)
+            raise
         try:
             self._connection.progress.spin(receive.has_begun, SPIN_SECONDS)
         finally:
@@ -119,8 +133,8 @@ class Inbox:
         peer = None if source is None else self._peers.get(source)
         if peer is not None:
             receive.remote = peer.remote
-        self._connection.operations.add(receive)
         receive.listed = True
+        self._connection.operations.add(receive)
         self.receiving[receive] = None
         if peer is not None:
             self._exchange.watch(receive, peer)
@@ -130,6 +144,8 @@ class Inbox:
 
     def _list_or_end(self, receive: ReceiveOperation) -> None:
         """List a receive that waits, unless what it waits for has ended meanwhile."""
+        if receive.done:
+            return
         try:
             self._check_source(receive.wanted_source)
             self.enter(receive)
@@ -153,10 +169,10 @@ class Inbox:
         try:
             with self._lock:
                 self.enter(receive)
+                receive.accept(message)
+            receive.begin()
         except ClosedError as error:
-            receive.fail(error)
-        else:
-            receive.begin(message)
+            receive.break_off(message, error)
 
     def _deliver(
         self,
@@ -211,22 +227,29 @@ class Inbox:
         if len(body) - at != nbytes:
             raise MetadataError(f"{len(body) - at} bytes came for {description}")
         cost = protocol.eager_cost(len(body)) if flags & protocol.CREDITED else 0
-        with self._lock:
-            was_strained = peer.debt.strained
-            if not self._admit(peer, tag, number, cost):
-                return
-            receive = self._match(peer.rank, tag)
-            due = self._arrived(peer, cost, was_strained, matched=receive is not None)
-            if receive is None:
-                self.matcher.store(
-                    Message(peer, peer.rank, tag, number, cost, description, body, None, False),
-                    peer.rank,
-                    tag,
-                )
-        if receive is not None:
-            self._deliver(receive, peer, peer.rank, number, description, body)
-        if due is not None:
-            self._give_credit(peer, due)
+        receive = due = None
+        try:
+            with self._lock:
+                was_strained = peer.debt.strained
+                if not self._admit(peer, tag, number, cost):
+                    return
+                receive = self._match(peer.rank, tag)
+                due = self._arrived(peer, cost, was_strained, matched=receive is not None)
+                if receive is None and self._exchange.closed is None:
+                    self.matcher.store(
+                        Message(peer, peer.rank, tag, number, cost, description, body, None, False),
+                        peer.rank,
+                        tag,
+                    )
+            if receive is not None:
+                self._deliver(receive, peer, peer.rank, number, description, body)
+        except BaseException as error:
+            if receive is not None:
+                receive.break_off(None, error)
+            raise
+        finally:
+            if due is not None:
+                self._give_credit(peer, due)
 
     def on_offer(self, peer: Peer, body: bytes) -> None:
         """A message is offered."""
@@ -236,26 +259,39 @@ class Inbox:
         description = parse(body, HEAD.size)
         at = HEAD.size + len(description.packed)
         place = parse_place(body, at)
-        # Remembered at once: later frames may name the region without its metadata.
-        peer.regions(self._exchange, place)
+        # Remembered at once: later frames may name the region without its metadata. And kept with
+        # the message, however many others are told before it is received.
+        regions = peer.regions(self._exchange, place)
         cost = 0
         if flags & protocol.CREDITED:
             cost = protocol.offer_cost(len(place.spans), len(description.packed))
         waits = bool(flags & protocol.WAITING)
         message = Message(peer, peer.rank, tag, number, cost, description, None, place, waits)
-        with self._lock:
-            was_strained = peer.debt.strained
-            if not self._admit(peer, tag, number, cost):
-                return
-            receive = self._match(peer.rank, tag)
-            due = self._arrived(peer, cost, was_strained, matched=receive is not None)
-            if receive is None:
-                self.matcher.store(message, peer.rank, tag)
-                self._offers[peer.rank, number] = message
-        if receive is not None:
-            self._begin(receive, message)
-        if due is not None:
-            self._give_credit(peer, due)
+        message.regions = regions
+        receive = due = None
+        try:
+            with self._lock:
+                if (peer.rank, number) in self._offers:
+                    raise MetadataError(f"message {number} is offered twice")
+                was_strained = peer.debt.strained
+                if not self._admit(peer, tag, number, cost):
+                    return
+                receive = self._match(peer.rank, tag)
+                due = self._arrived(peer, cost, was_strained, matched=receive is not None)
+                if receive is None:
+                    # Also after the end, for the answer to a CANCEL.
+                    self._offers[peer.rank, number] = message
+                    if self._exchange.closed is None:
+                        self.matcher.store(message, peer.rank, tag)
+            if receive is not None:
+                self._begin(receive, message)
+        except BaseException as error:
+            if receive is not None:
+                receive.break_off(message, error)
+            raise
+        finally:
+            if due is not None:
+                self._give_credit(peer, due)
 
     def _admit(self, peer: Peer, tag: int, number: int, cost: int) -> bool:
         """Note a message; refuse one that its sender had no leave to send, and return False."""
@@ -345,21 +381,31 @@ class Inbox:
         rank = self._rank
         message = Message(None, rank, tag, 0, 0, description, tuple(data), None, False)
         message.order = order
-        with self._lock:
-            if self._exchange.closed is not None:
-                raise ClosedError(str(self._exchange.closed))
-            self._exchange.outbox.num_sent += 1
-            receive = self._match(rank, tag)
-            if receive is None:
-                self.matcher.store(message, rank, tag)
-        if receive is not None:
-            self.num_received += 1
-            receive.deliver_local(message)
+        receive = None
+        try:
+            with self._lock:
+                self._exchange.check_open()
+                self._exchange.outbox.num_sent += 1
+                receive = self._match(rank, tag)
+                if receive is None:
+                    self.matcher.store(message, rank, tag)
+            if receive is not None:
+                self.num_received += 1
+                receive.deliver_local(message)
+        except BaseException as error:
+            if receive is not None:
+                receive.break_off(None, error)
+            raise
+
+    def close(self) -> None:
+        """Forget what waits to be received: nobody can any more. Holds the lock."""
+        self.matcher.forget_messages()
 
     def why_none(self, source: int | None) -> BaseException | None:
         """Why no message can come any more; None while one can."""
-        if self._exchange.closed is not None:
-            return ClosedError(str(self._exchange.closed))
+        closed = self._exchange.why_closed()
+        if closed is not None:
+            return closed
         if source is None and self._exchange.is_alone():
             source = next(iter(self._peers))
         peer = None if source is None else self._peers.get(source)
@@ -386,6 +432,7 @@ class Inbox:
 
     def probe(self, source: int | None, tag: int, deadline: float | None) -> Envelope:
         """Wait until a message is here. See `Communicator.probe`."""
+        self._exchange.check_open()
 
         def ready() -> bool:
             # Each time: a receive that gave up may have withdrawn what was asked for.

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from torch_nixl.engine import spans as algebra
-from torch_nixl.engine.memory import Memory, require_writable, tensor_memory
+from torch_nixl.engine.memory import Memory, require_in_place, require_writable, tensor_memory
 from torch_nixl.engine.streams import Landing as LandsOn
 from torch_nixl.engine.streams import StreamDevice, device_of
 from torch_nixl.errors import MetadataError
@@ -225,7 +225,11 @@ class TreeLanding:
     def memory(self, index: int) -> Memory:
         """Where one of the tensors lies."""
         tensor = self.tensors[index]
-        return self._memories.get(id(tensor)) or tensor_memory(tensor)
+        known = self._memories.get(id(tensor))
+        if known is None:
+            return tensor_memory(tensor)
+        require_in_place(known)
+        return known
 
     def finish(self) -> Any:
         """Make what the receiver gets, once all bytes are in place."""

@@ -62,7 +62,9 @@ class Matcher(Generic[R, M]):
                 self.num_any -= 1
         if queue is None:
             return None
-        receive = queue.popleft()[1]
+        # Without a call after it: a signal handler can't raise before the caller has it.
+        receive = queue[0][1]
+        del queue[0]
         if not queue:
             del receives[key]
         return receive
@@ -94,8 +96,8 @@ class Matcher(Generic[R, M]):
         if found is None:
             return None
         source, by_source = found
-        message = by_source[source].popleft()[1]
-        self._tidy(tag, source)
+        message = by_source[source][0][1]
+        self._drop(tag, source, 0)
         return message
 
     def peek(self, source: int | None, tag: int) -> M | None:
@@ -108,11 +110,14 @@ class Matcher(Generic[R, M]):
         queue = self._messages.get(tag, {}).get(source)
         for index, (_, waiting) in enumerate(queue or ()):
             if waiting is message:
-                assert queue is not None
-                del queue[index]
-                self._tidy(tag, source)
+                self._drop(tag, source, index)
                 return True
         return False
+
+    def forget_messages(self) -> None:
+        """Forget all waiting messages."""
+        self._messages.clear()
+        self.num_messages = 0
 
     def receives(self, source: int | None = None) -> Iterator[tuple[int | None, int, R]]:
         """All waiting receives that fit messages of `source`, with their source and tag.
@@ -156,10 +161,13 @@ class Matcher(Generic[R, M]):
             return min(by_source, key=lambda rank: by_source[rank][0][0]), by_source
         return (source, by_source) if source in by_source else None
 
-    def _tidy(self, tag: int, source: int) -> None:
-        self.num_messages -= 1
+    def _drop(self, tag: int, source: int, index: int) -> None:
+        # As in `match`, no call.
         by_source = self._messages[tag]
-        if not by_source[source]:
+        queue = by_source[source]
+        del queue[index]
+        self.num_messages -= 1
+        if not queue:
             del by_source[source]
             if not by_source:
                 del self._messages[tag]

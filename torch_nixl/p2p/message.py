@@ -10,6 +10,7 @@ from torch_nixl.p2p.description import Content
 
 if TYPE_CHECKING:
     from torch_nixl.engine.streams import StreamOrder
+    from torch_nixl.p2p.move import Regions
     from torch_nixl.p2p.peer import Peer
     from torch_nixl.p2p.place import Place
 
@@ -27,6 +28,7 @@ class Message:
         data: The frame's body, if its bytes came in it; the tensors, if it is this rank's own.
         place: Where they are to be had, if not.
         sender_waits: Whether a thread of the sender waits for it to be received.
+        regions: What those places lie in; empty where there are none.
         order: When this rank's own tensor is there, if it is device memory.
     """
 
@@ -38,6 +40,7 @@ class Message:
         "order",
         "peer",
         "place",
+        "regions",
         "sender_waits",
         "source",
         "tag",
@@ -64,4 +67,5 @@ class Message:
         self.data = data
         self.place = place
         self.sender_waits = sender_waits
+        self.regions: Regions = ()
         self.order: StreamOrder | None = None

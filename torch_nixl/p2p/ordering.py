@@ -150,6 +150,7 @@ class DeviceLanding:
         return DeviceTarget(self._out, self._buffer, self._memory, self._device)
 
     def _put(self, source: torch.Tensor) -> torch.Tensor:
+        tensor_memory(self._out, name="out")  # Refuses what was freed or has shrunk meanwhile.
         self._device.copy(self._buffer, source)
         if self._buffer is not self._out:
             self._device.copy(self._out, self._buffer)
@@ -172,6 +173,7 @@ class DeviceTarget:
 
     def finish(self) -> torch.Tensor:
         if self.packed:
+            tensor_memory(self._out, name="out")  # Refuses what was freed or has shrunk meanwhile.
             self._device.copy(self._out, self._buffer)
         return self._out
 

@@ -18,6 +18,8 @@ from torch_nixl.p2p.sending import SendOperation, error_of
 from torch_nixl.p2p.tensors import join
 
 if TYPE_CHECKING:
+    import threading
+
     from torch_nixl.p2p.exchange import Exchange
     from torch_nixl.p2p.peer import Peer
 
@@ -56,6 +58,10 @@ class Outbox:
             protocol.DONE: self.on_done,
             protocol.PUSH: self.on_push,
         }
+
+    def renew_lock(self, lock: threading.RLock) -> None:
+        """See `Exchange.renew_lock`."""
+        self._lock = lock
 
     def submit_eager(
         self,
@@ -113,22 +119,25 @@ class Outbox:
         self._connection.progress.kick()
 
     def _submit(self, operation: SendOperation) -> None:
-        layout, description = operation.layout, operation.description
-        if layout is not None:
-            cost = protocol.offer_cost(len(layout.spans), len(description.packed))
-        else:
-            cost = protocol.eager_cost(HEAD.size + len(description.packed) + description.nbytes)
+        cost = self._cost(operation)
         credited = self._may_send(operation.peer, operation.tag, cost)
         if credited is None:
             self._queue(operation, cost)
             return
         try:
             self._connection.operations.add(operation)
-            self._transmit(operation, credited)
+            if not self._transmit(operation, credited) and not credited:
+                self._note_wanted(operation.peer, operation.tag)
         except BaseException:
             if operation.number not in self.sends:
                 self._take_back(operation.peer, operation.tag, cost, credited)
             raise
+
+    def _cost(self, operation: SendOperation) -> int:
+        layout, description = operation.layout, operation.description
+        if layout is not None:
+            return protocol.offer_cost(len(layout.spans), len(description.packed))
+        return protocol.eager_cost(HEAD.size + len(description.packed) + description.nbytes)
 
     # A device's send goes once what was queued before it has run, and holds back what is sent to
     # the same rank with the same tag until then. Other tags and ranks don't wait for it.
@@ -219,20 +228,26 @@ class Outbox:
         if not queue:
             del by_tag[operation.tag]
 
-    def _transmit(self, operation: SendOperation, flags: int) -> None:
-        """Send an operation's frame."""
+    def _transmit(self, operation: SendOperation, flags: int) -> bool:
+        """Send an operation's frame; return False if its memory was gone, and it with it."""
         peer = operation.peer
+        if operation.watched is not None and not operation.is_in_place():
+            if flags & protocol.CREDITED:
+                peer.allowance.give(1, self._cost(operation))
+            operation.withdraw()
+            return False
         if operation.tensor is not None:
             what = operation.description
             body = self._pack(operation.tag, operation.number, flags, what, operation.tensor)
             self._send_eager(peer, what, body)
             operation.sent()
-            return
+            return True
         body = operation.offer(flags)
         self.sends[operation.number] = operation
         self._exchange.watch(operation, peer)
         self.num_sent += 1
         self._send(peer, protocol.OFFER, body)
+        return True
 
     def _pack(
         self,
@@ -264,18 +279,17 @@ class Outbox:
         """A receive waits there: let one message of its tag go without credit."""
         tag = protocol.parse_want(body)
         with self._lock:
-            queue = peer.queued_by_tag.get(tag)
-            if queue is not None:
+            while (queue := peer.queued_by_tag.get(tag)) is not None:
                 operation = queue[0]
                 peer.queue.remove(operation)
                 self._untag(operation)
-                self._transmit(operation, 0)
-                # Those behind it may take less than it would have.
-                self._pump(peer)
-            elif peer.num_wanted < protocol.CREDIT_FRAMES:
-                self._note_wanted(peer, tag)
-            else:
+                if self._transmit(operation, 0):
+                    # Those behind it may take less than it would have.
+                    self._pump(peer)
+                    return
+            if peer.num_wanted >= protocol.CREDIT_FRAMES:
                 raise MetadataError(f"rank {peer.rank} wants over {peer.num_wanted} messages")
+            self._note_wanted(peer, tag)
 
     def on_unwant(self, peer: Peer, body: bytes) -> None:
         """A receive waits there no more; or the other way round, an answer to that."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from torch_nixl.engine.adapter import Direction
 from torch_nixl.engine.operation import Operation
@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from torch_nixl.engine.streams import StreamDevice, StreamOrder
     from torch_nixl.p2p.exchange import Exchange
 
+MATCHED_SECONDS: Final = 5.0
+"""How long a receive whose time is up waits for the thread that was just giving it its message."""
+
 
 class ReceiveOperation(Operation):
     """A receive that waits for its message, or for the message's bytes.
@@ -57,6 +60,7 @@ class ReceiveOperation(Operation):
         "_layout",
         "_message",
         "_moves",
+        "_overdue",
         "_pushed",
         "_reading",
         "_regions",
@@ -102,6 +106,7 @@ class ReceiveOperation(Operation):
         self._size = 0
         self._reading = self._starting = False
         self._failure: BaseException | None = None
+        self._overdue: BaseException | None = None
         self.listed = self.matched = False
         self.number = 0
         self.source = source
@@ -166,8 +171,13 @@ class ReceiveOperation(Operation):
     # What comes. Never with the exchange's lock held.
 
     def give_up(self) -> None:
-        """It was never posted."""
-        self._release()
+        """Its caller could not post it, or was interrupted while it did."""
+        if self._exchange.inbox.unpost(self):
+            self._conclude(TransferCancelled(f"{self}: cancelled"))
+        elif self.matched or self.listed or self._done:
+            self.cancel()
+        else:
+            self._release()
 
     def deliver(
         self,
@@ -184,7 +194,7 @@ class ReceiveOperation(Operation):
         try:
             assert self._landing is not None
             self.result = self._landing.take(description, body, at)
-        except (RuntimeError, ValueError, TypeError) as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is, both sides are told
             self._conclude(error)
             return error
         self._conclude(None)
@@ -198,7 +208,7 @@ class ReceiveOperation(Operation):
         error: BaseException | None = None
         try:
             self.result = landing.adopt(message.description, data)
-        except (RuntimeError, ValueError, TypeError) as caught:
+        except Exception as caught:  # noqa: BLE001 - whatever it is, the caller is told
             error = caught
         self._conclude(error)
 
@@ -206,15 +216,51 @@ class ReceiveOperation(Operation):
         self.source, self._size = message.source, message.description.nbytes
         self.route = Route.LOCAL
 
-    def begin(self, message: Message) -> None:
-        """Have an offered message moved."""
-        peer, place = message.peer, message.place
-        assert peer is not None and place is not None
+    def accept(self, message: Message) -> None:
+        """Take on an offered message: from now on it can fail. Holds the exchange's lock."""
+        peer = message.peer
+        assert peer is not None
+        self.matched = True
         self.source, self.remote, self._message = message.source, peer.remote, message
-        self._exchange.watch(self, peer)
+
+    def begin(self) -> None:
+        """Have the message that it took on moved."""
+        message = self._message
+        assert message is not None and message.peer is not None
+        if self._overdue is not None:
+            self._refuse(self._overdue)
+            return
+        self._exchange.watch(self, message.peer)
         self._start(message)
 
+    def break_off(self, message: Message | None, error: BaseException) -> None:
+        """End because the thread that gave it a message failed at it, or was interrupted.
+
+        Args:
+            message: What was offered; None if it came in its frame.
+            error: What the thread was interrupted by: Ctrl-C, say.
+        """
+        if not isinstance(error, TorchNixlError):
+            error = TransferError(f"{self}: interrupted by {error!r}")
+        if self._message is not None:
+            # Who was not asked to write waits for a word of ours.
+            self._reading |= not self._pushed
+            self._starting = False
+            self._finish(error)
+            self._part_ended(error)
+            return
+        if message is not None and not self._done:
+            self._exchange.inbox.tell_done(message, *outcome_of(error))
+        self._conclude(error)
+
     def _start(self, message: Message) -> None:
+        try:
+            self._start_moving(message)
+        except BaseException as error:
+            self.break_off(message, error)
+            raise
+
+    def _start_moving(self, message: Message) -> None:
         peer, place = message.peer, message.place
         assert peer is not None and place is not None
         if peer.error is not None or peer.remote.lost_error is not None:
@@ -226,9 +272,9 @@ class ReceiveOperation(Operation):
             self._refuse(TransferError(why))
             return
         try:
-            self._regions = peer.regions(self._exchange, place)
+            self._regions = message.regions
             self._choose_target(message)
-        except (RuntimeError, ValueError, TypeError) as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is, both sides are told
             self._refuse(error)
 
     def _choose_target(self, message: Message) -> None:
@@ -268,7 +314,7 @@ class ReceiveOperation(Operation):
                     middle = nbytes // 2 & ~4095
                     self._push(middle)
                 self._read(0, middle)
-        except (TorchNixlError, ValueError) as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is, both sides are told
             failure = error
             # Who was not asked to write waits for a word of ours.
             self._reading |= not self._pushed
@@ -291,12 +337,12 @@ class ReceiveOperation(Operation):
             self._connection, self.remote, Direction.READ, ours, theirs, self._regions, self
         )
         self._moves.append(move)
-        if self._done:  # It timed out just now.
-            move.cancel()
         try:
             move.start()
         except ClosedError:
             return  # Whoever closes ends this operation, too.
+        if self._done:  # It failed just now, perhaps before it had a move to cancel.
+            move.cancel()
         self.ring()
 
     def _push(self, start: int) -> None:
@@ -326,7 +372,7 @@ class ReceiveOperation(Operation):
             self._reading = True
             try:
                 self._read(start, self._message.description.nbytes)
-            except (TorchNixlError, ValueError) as error:
+            except Exception as error:  # noqa: BLE001 - whatever it is, both sides are told
                 failure = error
             self._pushed = 0
             self._part_ended(failure)
@@ -338,7 +384,8 @@ class ReceiveOperation(Operation):
 
     def on_moved(self, move: MoveOperation, error: BaseException | None) -> None:
         """A part is read, or will never be."""
-        self._moves.remove(move)
+        if move in self._moves:  # Not if this was interrupted, and is called again.
+            self._moves.remove(move)
         self._part_ended(error)
 
     def _part_ended(self, error: BaseException | None) -> None:
@@ -355,6 +402,14 @@ class ReceiveOperation(Operation):
             message, self._message = self._message, None
         if message is None:
             return
+        try:
+            self._finish_message(message)
+        except BaseException as interrupt:
+            self.break_off(None, interrupt)
+            raise
+
+    def _finish_message(self, message: Message) -> None:
+        """Nothing moves any more: tell the sender, and put in place what came."""
         error = self._error or self._failure
         if self._reading:
             self._exchange.inbox.tell_done(message, *outcome_of(error))
@@ -371,7 +426,7 @@ class ReceiveOperation(Operation):
         error: BaseException | None = None
         try:
             self.result = target.finish()
-        except (RuntimeError, ValueError, TypeError) as caught:
+        except Exception as caught:  # noqa: BLE001 - whatever it is, the caller is told
             error = caught
         self._conclude(error)
 
@@ -386,7 +441,8 @@ class ReceiveOperation(Operation):
 
     def _refuse(self, error: BaseException) -> None:
         message, self._message = self._message, None
-        assert message is not None
+        if message is None:
+            return  # It was broken off while it waited for its device.
         self._exchange.inbox.tell_done(message, *outcome_of(error))
         self._conclude(error)
 
@@ -399,6 +455,8 @@ class ReceiveOperation(Operation):
         self._landing = self._layout = None
         if not self.listed:
             # Nobody else knows of it: no waiter, no callback.
+            if self._done:
+                return
             self._error = error
             if self._memories:
                 self._release()
@@ -411,16 +469,31 @@ class ReceiveOperation(Operation):
 
     def fail(self, error: BaseException) -> None:
         """End with an error; the memory is released once nothing moves there any more."""
-        if self._exchange.inbox.unpost(self):
+        with self._exchange.lock:
+            begun = self.has_begun()
+            if not begun and self.matched:
+                # It is for the thread that gives it its message to say how it goes on, or the
+                # message were lost. Not waited for here: locks may be held, and it may be this one.
+                self._overdue = error
+                return
+            if not begun:
+                self._exchange.inbox.unpost(self)
+        if not begun:
             self._conclude(error)
             return
-        # Matched this moment: it is that thread's to say how it goes on, or the message were lost.
-        while not self.has_begun():
-            time.sleep(0.0001)
         if not self._finish(error):
             return
         for move in tuple(self._moves):
             move.cancel()
+
+    def wait(self, timeout: float | None = None) -> None:
+        super().wait(timeout)
+        if not self._done:
+            # Its time was up in the moment it was matched.
+            until = time.monotonic() + MATCHED_SECONDS
+            if not self._connection.progress.wait(self, until):
+                self._finish(self._overdue)
+            super().wait()
 
     def cancel(self) -> None:
         self.fail(TransferCancelled(f"{self}: cancelled"))

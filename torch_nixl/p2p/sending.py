@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from torch_nixl.engine.adapter import Direction
+from torch_nixl.engine.memory import require_in_place, tensor_memory
 from torch_nixl.engine.operation import Operation
 from torch_nixl.engine.registry import RegisteredMemory
 from torch_nixl.errors import (
@@ -157,6 +158,21 @@ class SendOperation(Operation):
     def give_up(self) -> None:
         """It was never submitted."""
         self._release()
+
+    def is_in_place(self) -> bool:
+        """Whether its memory is still there: it may have been resized while this waited."""
+        try:
+            if self.tensor is not None:
+                tensor_memory(self.tensor)
+            for held in self._memories:
+                require_in_place(held.memory)
+        except (TypeError, ValueError):
+            return False
+        return True
+
+    def withdraw(self) -> None:
+        """Its memory is gone, and it with it. The receiver knows nothing of it."""
+        self._end(TransferError(f"{self}: its tensor was resized or freed before it had gone"))
 
     def offer(self, flags: int) -> bytes:
         """The body of its OFFER. From now on the receiver may read the memory."""

@@ -91,7 +91,11 @@ class TensorMethods:
         """
         operation = self._send(tensor, dst, protocol.check_tag(tag), timeout, stream, waiting=True)
         if isinstance(operation, SendOperation):
-            operation.wait()
+            try:
+                operation.wait()
+            except BaseException:
+                operation.cancel()  # Interrupted: nobody else can.
+                raise
 
     def isend(
         self,
@@ -194,7 +198,11 @@ class TensorMethods:
         operation = self._receive(
             src, out, protocol.check_tag(tag), device, timeout, stream, spin=True
         )
-        operation.wait()
+        try:
+            operation.wait()
+        except BaseException:
+            operation.cancel()  # Interrupted: it must not take the next message.
+            raise
         result: torch.Tensor = operation.result
         if operation.landed_on is not None:
             operation.keep()

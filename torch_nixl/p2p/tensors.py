@@ -101,6 +101,9 @@ def join(head: bytes, tensor: torch.Tensor, address: int = 0) -> bytes:
         head: What comes first.
         tensor: Of those that are `sendable`.
         address: Its `host_address`, if it is known.
+
+    Raises:
+        TypeError, ValueError: It can't be sent any more: its storage was freed, or has shrunk.
     """
     nbytes = tensor.nbytes
     if not nbytes:
@@ -108,6 +111,7 @@ def join(head: bytes, tensor: torch.Tensor, address: int = 0) -> bytes:
     if not address:
         address = host_address(tensor)
     if not address:
+        tensor_memory(tensor)  # Refuses what was freed or has shrunk meanwhile, as a copy doesn't.
         tensor = tensor.detach().cpu().contiguous()
         address = tensor.data_ptr()
     if nbytes < _LONG:
@@ -151,7 +155,7 @@ def from_bytes(
             source = ctypes.cast(ctypes.c_char_p(body), ctypes.c_void_p).value
             assert source is not None
             source += at
-        if not address or out.data_ptr() != address:
+        if not address or out.data_ptr() != address or not _is_whole(out):
             address = host_address(out)
         if address:
             _memmove(address, source, nbytes)
@@ -160,6 +164,13 @@ def from_bytes(
             _memmove(packed.data_ptr(), source, nbytes)
             copy_into(out, packed)
     return out
+
+
+def _is_whole(tensor: torch.Tensor) -> bool:
+    """Whether a tensor in one piece still lies within its storage."""
+    storage = tensor.untyped_storage()
+    start = tensor.data_ptr() - storage.data_ptr()
+    return 0 <= start <= storage.nbytes() - tensor.nbytes
 
 
 def require_tensor(content: Content) -> Description:
@@ -178,7 +189,11 @@ def copy_into(out: torch.Tensor, source: torch.Tensor) -> None:
     """Copy into a caller's tensor, in any thread.
 
     An inference tensor may be written to in inference mode alone, which is a thread's own.
+
+    Raises:
+        ValueError: Its storage was freed or has shrunk since it was given.
     """
+    tensor_memory(out, name="out")  # torch would write where it lay.
     if out.is_inference():
         with torch.inference_mode():
             out.copy_(source)

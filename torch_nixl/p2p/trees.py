@@ -87,7 +87,11 @@ class TreeMethods:
         """
         operation = self._send_tree(tree, dst, tag, timeout, waiting=True)
         if isinstance(operation, SendOperation):
-            operation.wait()
+            try:
+                operation.wait()
+            except BaseException:
+                operation.cancel()  # Interrupted: nobody else can.
+                raise
 
     def isend_tree(
         self, tree: object, dst: int, *, tag: int = 0, timeout: float | None = None
@@ -137,7 +141,11 @@ class TreeMethods:
             ClosedError: This Communicator is closed.
         """
         operation = self._receive_tree(src, out, like, tag, device, timeout, spin=True)
-        operation.wait()
+        try:
+            operation.wait()
+        except BaseException:
+            operation.cancel()  # Interrupted: it must not take the next message.
+            raise
         operation.keep()
         return operation.received()
 
@@ -166,7 +174,11 @@ class TreeMethods:
         """
         operation = self._send_object(value, dst, tag, timeout, waiting=True)
         if isinstance(operation, SendOperation):
-            operation.wait()
+            try:
+                operation.wait()
+            except BaseException:
+                operation.cancel()  # Interrupted: nobody else can.
+                raise
 
     def isend_object(
         self, value: object, dst: int, *, tag: int = 0, timeout: float | None = None
@@ -190,7 +202,11 @@ class TreeMethods:
             Exception: Whatever unpickling raises.
         """
         operation = self._receive_object(src, tag, timeout, spin=True)
-        operation.wait()
+        try:
+            operation.wait()
+        except BaseException:
+            operation.cancel()  # Interrupted: it must not take the next message.
+            raise
         return operation.received()
 
     def irecv_object(
@@ -338,5 +354,9 @@ class TreeMethods:
         tag = protocol.check_tag(tag)
         src, deadline = self._source(src, timeout)
         operation = ObjectReceive(self._exchange, src, tag, deadline)
-        self._exchange.inbox.post(operation, spin=spin)
+        try:
+            self._exchange.inbox.post(operation, spin=spin)
+        except BaseException:
+            operation.give_up()
+            raise
         return operation
