@@ -152,7 +152,13 @@ def init_string(rank: Rank, backend: str) -> tuple[str, list[str], float]:
         with pytest.raises(RuntimeError, match="no backend for tensors on xpu"):
             group._get_backend(torch.device("xpu"))
         kinds = sorted(one.type for one in group._device_types)
-        return group._get_backend(torch.device("cpu")).name(), kinds, float(one[0])
+        host = group._get_backend(torch.device("cpu")).name()
+    for device in ("cpu", "meta"):
+        with pytest.raises(torch_nixl.ClosedError, match="was destroyed"):
+            group.allreduce([torch.ones(1, device=device)])
+    with pytest.raises(torch_nixl.ClosedError, match="was destroyed"):
+        group.barrier()
+    return host, kinds, float(one[0])
 
 
 def beside_gloo(rank: Rank) -> list[torch.Tensor]:
