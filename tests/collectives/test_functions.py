@@ -4,8 +4,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import tracemalloc
+from collections.abc import Callable, Sequence
+from typing import cast
 
+import numpy as np
 import pytest
 import torch
 
@@ -47,6 +50,24 @@ def test_broadcast_down_a_tree(world: World, monkeypatch: pytest.MonkeyPatch, si
                 ranks, lambda g: c.broadcast_tensor(tensors[g.rank], src, group=g, async_op=True)
             )
             assert all(torch.equal(one, values(src, count)) for one in tensors)
+
+
+def test_scattered_tensors_cost_no_tables_of_their_elements(world: World) -> None:
+    ranks = world(2)
+    together(ranks, lambda g: c.barrier(group=g, async_op=True))
+    strided = [torch.full((1 << 10, 1 << 9), float(rank)).t() for rank in range(2)]
+    tracemalloc.start()
+    try:
+        together(ranks, lambda g: c.all_reduce_tensor(strided[g.rank], group=g, async_op=True))
+        together(ranks, lambda g: c.broadcast_tensor(strided[g.rank], 1, group=g, async_op=True))
+        work = ranks[0].isend(strided[0], 1)
+        ranks[1].recv(0, out=strided[1])
+        work.wait()
+        # torch's own memory isn't counted; spans, 16 bytes for each element, are.
+        assert tracemalloc.get_traced_memory()[1] < strided[0].nbytes / 2
+    finally:
+        tracemalloc.stop()
+    assert all(bool((one == 1).all()) for one in strided)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -158,6 +179,43 @@ def test_all_to_all_even_uneven_and_lists(world: World, size: int) -> None:
     )
     for parts in lists:
         assert all(bool((part == src).all()) for src, part in enumerate(parts))
+
+
+def test_ranks_and_splits_are_integers_of_any_kind(world: World) -> None:
+    ranks = world(2)
+    tensors = [torch.full((3,), float(rank)) for rank in range(2)]
+    root = cast("int", np.int64(1))
+    together(ranks, lambda g: c.broadcast_tensor(tensors[g.rank], root, group=g, async_op=True))
+    assert bool((tensors[0] == 1).all())
+    # Rank r sends r + 1 rows to each, and receives 1 from rank 0 and 2 from rank 1.
+    kinds: list[Callable[[list[int]], object]] = [np.array, torch.tensor, tuple]
+    for kind in kinds:
+        outs = [torch.zeros(3) for _ in ranks]
+        together(
+            ranks,
+            lambda g: c.all_to_all_tensor(
+                outs[g.rank],
+                torch.full((2 * g.rank + 2,), g.rank + 1.0),
+                out_splits=cast("Sequence[int]", kind([1, 2])),
+                in_splits=cast("Sequence[int]", kind([g.rank + 1] * 2)),
+                group=g,
+                async_op=True,
+            ),
+        )
+        assert [one.tolist() for one in outs] == [[1.0, 2.0, 2.0]] * 2
+        # None at all means equal shares.
+        even = torch.zeros(2)
+        together(
+            ranks,
+            lambda g: c.all_to_all_tensor(
+                even if g.rank else torch.zeros(2),
+                torch.full((2,), float(g.rank)),
+                out_splits=cast("Sequence[int]", kind([])),
+                group=g,
+                async_op=True,
+            ),
+        )
+        assert even.tolist() == [0.0, 1.0]
 
 
 def test_memory_that_is_not_contiguous(world: World, reducing: str) -> None:
@@ -273,6 +331,19 @@ def test_reduction_holds_no_more_than_its_output_in_temporaries(
             "sends itself 1",
         ),
         (lambda g: c.barrier(group=g, timeout=-1), ValueError, "timeout=-1"),
+        (lambda g: c.broadcast_tensor(torch.ones(2), True, group=g), ValueError, "src=True"),
+        (
+            lambda g: c.broadcast_tensor(torch.ones(2), cast("int", 1.0), group=g),
+            ValueError,
+            r"src=1\.0",
+        ),
+        (
+            lambda g: c.all_to_all_tensor(
+                torch.ones(2), torch.ones(2), in_splits=[True, True], group=g
+            ),
+            ValueError,
+            r"splits \[True, True\]",
+        ),
     ],
 )
 def test_wrong_arguments_are_refused_and_count_as_no_call(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import pytest
 
 from torch_nixl.collectives import choice, protocol
@@ -49,6 +51,16 @@ def test_long_signatures_are_cut_and_still_differ() -> None:
     assert one.text != other.text
     assert len(one.text) < protocol.MAX_TEXT
     assert parse_call(protocol.pack_call(1, 2, one.text)) == (2, one.text)
+
+
+def test_long_signatures_are_not_kept() -> None:
+    tracemalloc.start()
+    try:
+        for count in range(50):
+            assert sign("all_reduce", "[3] " * 50_000 + str(count)) is not None
+        assert tracemalloc.get_traced_memory()[0] < 1 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_frames_are_read_as_they_were_written() -> None:

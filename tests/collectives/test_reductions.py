@@ -152,14 +152,31 @@ def test_halves_are_rounded_once(world: World, reducing: str, dtype: torch.dtype
     assert not torch.equal(tensors[0], lossy)
 
 
-def test_result_has_the_same_bits_on_all_ranks(world: World, reducing: str) -> None:
-    ranks = world(4)
-    tensors = [
-        torch.randn(500, generator=torch.Generator().manual_seed(r)) * 10.0 ** (3 * r)
-        for r in range(4)
-    ]
-    together(ranks, lambda g: c.all_reduce_tensor(tensors[g.rank], group=g, async_op=True))
-    assert all(torch.equal(one, tensors[0]) for one in tensors)
+def _random(rank: int, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(rank)
+    if dtype in FLOATS or dtype in COMPLEX:
+        # Of different sizes, so that every order of rounding has bits of its own.
+        exact = torch.complex128 if dtype in COMPLEX else torch.float64
+        return (torch.randn(500, generator=generator, dtype=exact) * 10.0**rank).to(dtype)
+    most = 2 if dtype is torch.bool else 100
+    return torch.randint(0, most, (500,), generator=generator).to(dtype)
+
+
+@pytest.mark.parametrize("op", [*sorted(DEFINED), "PREMUL_SUM"])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_result_has_the_same_bits_on_all_ranks(
+    world: World, reducing: str, size: int, op: str
+) -> None:
+    ranks = world(size)
+    premultiplied = op == "PREMUL_SUM"
+    kind = dist._make_nccl_premul_sum(1 / 3) if premultiplied else getattr(dist.ReduceOp, op)
+    for dtype in DEFINED["AVG" if premultiplied else op]:
+        tensors = [_random(rank, dtype) for rank in range(size)]
+        together(
+            ranks, lambda g: c.all_reduce_tensor(tensors[g.rank], op=kind, group=g, async_op=True)
+        )
+        first = tensors[0].view(torch.uint8)
+        assert all(torch.equal(one.view(torch.uint8), first) for one in tensors), dtype
 
 
 def test_all_reduce_of_a_list_packs_small_ones(world: World) -> None:

@@ -8,6 +8,7 @@ import gc
 import math
 import mmap
 import time
+import tracemalloc
 import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -563,7 +564,7 @@ class TestBuffersAreRefused:
     def test_more_spans_than_anyone_can_use(self) -> None:
         everywhere = torch.ones(1).expand(2**27)
         with pytest.raises(ValueError, match=r"^page: 134217728 separate spans.*contiguous copy"):
-            as_memory(everywhere, name="page")
+            _ = as_memory(everywhere, name="page").spans
 
 
 class TestCudaArrays:
@@ -645,6 +646,20 @@ class TestTargets:
         assert read(memory) == inner.tobytes()
         with pytest.raises(ValueError, match="read-only"):
             require_writable(memory, "out")
+
+    @pytest.mark.parametrize("as_array", [False, True])
+    def test_what_is_never_moved_in_pieces_costs_no_spans(self, as_array: bool) -> None:
+        large = torch.ones(1 << 12, 1 << 10).t()
+        tracemalloc.start()
+        try:
+            memory = as_memory(large.numpy() if as_array else large)
+            require_writable(memory, "large")
+            assert memory.num_spans == 1 << 22
+            assert tracemalloc.get_traced_memory()[1] < 1 << 16
+        finally:
+            tracemalloc.stop()
+        assert len(memory.spans) == 1 << 22
+        assert memory.spans is memory.spans
 
     def test_interleaved_memory_that_does_not_overlap_is_a_target(self) -> None:
         woven = torch.ones(12).as_strided((2, 3), (3, 2))  # Elements 0 2 4 and 3 5 7.

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+from torch._C._distributed_c10d import ErrorType
 from torch.distributed.device_mesh import init_device_mesh
 
 import torch_nixl
@@ -152,7 +153,13 @@ def init_string(rank: Rank, backend: str) -> tuple[str, list[str], float]:
         with pytest.raises(RuntimeError, match="no backend for tensors on xpu"):
             group._get_backend(torch.device("xpu"))
         kinds = sorted(one.type for one in group._device_types)
-        return group._get_backend(torch.device("cpu")).name(), kinds, float(one[0])
+        host = group._get_backend(torch.device("cpu")).name()
+    for device in ("cpu", "meta"):
+        with pytest.raises(torch_nixl.ClosedError, match="was destroyed"):
+            group.allreduce([torch.ones(1, device=device)])
+    with pytest.raises(torch_nixl.ClosedError, match="was destroyed"):
+        group.barrier()
+    return host, kinds, float(one[0])
 
 
 def beside_gloo(rank: Rank) -> list[torch.Tensor]:
@@ -448,13 +455,23 @@ def timeouts(rank: Rank) -> bool:
         inbox = torch.zeros(1)
         with pytest.raises(torch_nixl.TransferTimeout, match=f"rank {1 - rank.rank}"):
             dist.recv(inbox, 1 - rank.rank)
+        view = group._get_backend(torch.device("cpu"))
+        assert view.get_error() is ErrorType.SUCCESS
         group.set_timeout(datetime.timedelta(seconds=30))
         work = dist.irecv(inbox, 1 - rank.rank, tag=5)
         assert work is not None
         with pytest.raises(torch_nixl.TransferTimeout):
             work.wait(datetime.timedelta(seconds=0.2))
         dist.barrier()
-        return True
+        if rank.rank == 0:
+            last = dist.all_reduce(torch.ones(1), async_op=True)
+            assert last is not None
+            with pytest.raises(torch_nixl.TransferTimeout):
+                last.wait(datetime.timedelta(seconds=0.2))
+            dist.send(inbox, 1, tag=9)
+        else:
+            dist.recv(inbox, 0, tag=9)  # Told of the failure before.
+        return view.get_error() is ErrorType.TIMEOUT
 
 
 def again(rank: Rank, times: int) -> int:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import SupportsIndex
 
 import torch
 
@@ -79,12 +81,26 @@ def flat_target(tensor: torch.Tensor, name: str = "out") -> Flat:
     return Flat(data.view(-1), tensor)
 
 
-def check_rank(communicator: Communicator, rank: int, name: str) -> None:
-    """Refuse what is no rank of the group."""
-    if not (isinstance(rank, int) and 0 <= rank < communicator.world_size):
+def check_rank(communicator: Communicator, rank: SupportsIndex, name: str) -> int:
+    """Return a rank of the group as an int; refuse what is none.
+
+    Raises:
+        ValueError: It is none.
+    """
+    number = _whole(rank)
+    if number is None or not 0 <= number < communicator.world_size:
         raise ValueError(
             f"{name}={rank!r}: expected a rank of the group, 0 to {communicator.world_size - 1}"
         )
+    return number
+
+
+def _whole(value: SupportsIndex) -> int | None:
+    """An integer of any kind, numpy's too, as an int. A truth value is none."""
+    try:
+        return None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        return None
 
 
 def check_alike(
@@ -139,7 +155,7 @@ def equal_parts(
 def split(
     communicator: Communicator,
     whole: torch.Tensor | Sequence[torch.Tensor],
-    splits: Sequence[int] | None,
+    splits: Sequence[SupportsIndex] | None,
     name: str,
     *,
     source: bool = False,
@@ -155,25 +171,28 @@ def split(
     size = communicator.world_size
     take = flat_source if source else flat_target
     if not isinstance(whole, torch.Tensor):
-        if splits:
+        if splits is not None and len(splits):
             raise ValueError(f"{name}: a list of tensors has no splits")
         if len(whole) != size:
             raise ValueError(f"{name}: expected {size} tensors, not {len(whole)}")
         flats = [take(one, name) for one in whole]
         return flats, [one.data for one in flats]
     rows = whole.shape[0] if whole.dim() else 1
-    if not splits:
+    if splits is None or len(splits) == 0:
         if rows % size:
             raise ValueError(f"{name} has {rows} rows, which {size} ranks can't share equally")
-        splits = [rows // size] * size
-    if len(splits) != size or min(splits) < 0 or sum(splits) != rows:
-        raise ValueError(
-            f"{name}: splits {list(splits)} are not {size} that add up to its {rows} rows"
-        )
+        counts = [rows // size] * size
+    else:
+        # Whatever is no integer is as wrong as one below zero.
+        counts = [-1 if (count := _whole(one)) is None else count for one in splits]
+        if len(counts) != size or min(counts) < 0 or sum(counts) != rows:
+            raise ValueError(
+                f"{name}: splits {list(splits)} are not {size} that add up to its {rows} rows"
+            )
     flat = take(whole, name)
     row = flat.data.numel() // rows if rows else 0
     parts, start = [], 0
-    for count in splits:
+    for count in counts:
         parts.append(flat.data[start * row : (start + count) * row])
         start += count
     return [flat], parts

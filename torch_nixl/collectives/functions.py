@@ -60,7 +60,7 @@ def broadcast_tensor(
         timeout: Seconds.
     """
     communicator = find(group)
-    check_rank(communicator, src, "src")
+    src = check_rank(communicator, src, "src")
     sends = communicator.rank == src
     flat = flat_source(tensor) if sends else flat_target(tensor)
     signature = sign("broadcast", f"{shapes([tensor])}, src={src}")
@@ -93,7 +93,7 @@ def scatter_tensor(
         timeout: Seconds.
     """
     communicator = find(group)
-    check_rank(communicator, src, "src")
+    src = check_rank(communicator, src, "src")
     parts: list[torch.Tensor] = []
     if communicator.rank == src:
         check_alike(communicator, inputs, "inputs", like=out)
@@ -132,7 +132,7 @@ def gather_tensor(
         timeout: Seconds.
     """
     communicator = find(group)
-    check_rank(communicator, dst, "dst")
+    dst = check_rank(communicator, dst, "dst")
     targets: list[Flat] = []
     if communicator.rank == dst:
         check_alike(communicator, outs, "outs", like=tensor)
@@ -261,7 +261,7 @@ def reduce_tensor(
         timeout: Seconds.
     """
     communicator = find(group)
-    check_rank(communicator, dst, "dst")
+    dst = check_rank(communicator, dst, "dst")
     how = reduction(op, tensor.dtype)
     gets = communicator.rank == dst
     flat = flat_target(tensor) if gets else flat_source(tensor)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import threading
+import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -12,12 +14,14 @@ import torch
 
 from torch_nixl.collectives import protocol
 from torch_nixl.collectives.device_operation import DeviceCollective
+from torch_nixl.collectives.inquiry import INQUIRY_SECONDS, Inquiry
 from torch_nixl.collectives.operation import Algorithm, CollectiveOperation
 from torch_nixl.collectives.protocol import Signature
 from torch_nixl.engine.streams import device_of
 from torch_nixl.errors import (
     ClosedError,
     MetadataError,
+    PeerLostError,
     TorchNixlError,
     TransferCancelled,
     TransferError,
@@ -43,6 +47,10 @@ class CollectiveGroup:
 
     Attributes:
         failed: What a collective failed with; from then on all do.
+
+    [Note: earlier collectives]
+    A rank that leaves while a collective is under way may have done its part in all before that.
+    So they are not ended with it: each ends by itself, well or because a message of its own fails.
     """
 
     def __init__(self, communicator: Communicator) -> None:
@@ -55,6 +63,9 @@ class CollectiveGroup:
         self._history: OrderedDict[int, Signature] = OrderedDict()
         self._asked: dict[int, tuple[int, str]] = {}
         self.failed: TorchNixlError | None = None
+        # The first that is of no use any more, once one has failed.
+        self._failed_from = 0
+        self._exchange.finishers.append(self.finish)
         _listen(communicator.connection)[self._exchange.context] = self
 
     def begin(
@@ -91,7 +102,7 @@ class CollectiveGroup:
         with self._lock:
             if self._exchange.closed is not None:
                 raise ClosedError(f"{signature}: {self._exchange.closed}")
-            if self.failed is not None:
+            if self.failed is not None and self._next >= self._failed_from:
                 raise _like(self.failed, f"{signature}: this group failed before: {self.failed}")
             number = self._next
             self._next += 1
@@ -107,7 +118,7 @@ class CollectiveGroup:
                 self._asked.pop(rank, None)
                 self._compare(rank, wanted, text, answer=True)
         try:
-            self._meet_all(communicator, limit)
+            self._meet_all(communicator, operation)
             operation.prepare(moved)
             operation.start()
         except ClosedError as error:
@@ -119,17 +130,39 @@ class CollectiveGroup:
             raise
         return operation
 
-    def _meet_all(self, communicator: Communicator, limit: float | None) -> None:
-        """Meet the ranks that were never met, which waits for each to make its Communicator."""
+    def _meet_all(self, communicator: Communicator, operation: CollectiveOperation) -> None:
+        """Meet the ranks that were never met, which waits for each to make its Communicator.
+
+        Returns early if the collective ends meanwhile: a rank that was met may say that it failed.
+        """
         peers = self._exchange.peers
         if len(peers) == communicator.world_size - 1:
             return
+        limit, started = operation.limit, time.monotonic()
         for rank in range(communicator.world_size):
-            if rank != communicator.rank and rank not in peers:
-                communicator._meet(rank, "rank", limit)
+            if rank == communicator.rank or rank in peers:
+                continue
+            come = functools.partial(self._needs_no_key, communicator, rank, operation)
+            left = None if limit is None else limit - time.monotonic()
+            try:
+                blob = communicator._bootstrap.fetch(rank, left, come)
+            except TransferTimeout as error:
+                assert limit is not None
+                raise TransferTimeout(
+                    f"rank {rank} has not made its Communicator within {limit - started:.3g} s, or "
+                    "has closed it already"
+                ) from error
+            if blob:
+                self._exchange.contact(rank, blob)
 
-    def check_strays(self, operation: CollectiveOperation) -> None:
-        """Fail if a rank has sent something by now that no collective of ours receives.
+    def _needs_no_key(
+        self, communicator: Communicator, rank: int, operation: CollectiveOperation
+    ) -> bool:
+        """Whether a rank has come by itself, or is not needed any more."""
+        return operation.done or communicator._has_come(rank)
+
+    def inquire(self, operation: CollectiveOperation) -> Inquiry | None:
+        """Ask a rank that has sent something by now that no collective of ours receives.
 
         Two that both take themselves for the root of a small broadcast wait for nobody. What they
         have sent each other is found once they have next heard from each other.
@@ -137,13 +170,17 @@ class CollectiveGroup:
         Args:
             operation: One that is about to end.
 
+        Returns:
+            What it then has to wait for; None if no rank has.
+
         Raises:
-            MismatchError: A rank has.
+            MismatchError: One has that can't be asked.
         """
-        matcher = self._exchange.inbox.matcher
+        exchange = self._exchange
+        matcher = exchange.inbox.matcher
         if not matcher.num_messages:
-            return
-        with self._exchange.lock:
+            return None
+        with exchange.lock:
             tags = matcher.tags()
         for tag, source in tags:
             if tag >= 0:
@@ -152,17 +189,38 @@ class CollectiveGroup:
             with self._lock:
                 mine = number == operation.number
                 stray = mine or (number < operation.number and number not in self._active)
-            if stray:
-                known = self._history.get(number, "unknown by now")
-                raise MismatchError(
-                    f"rank {source} called something else than this rank's collective {number}, "
-                    f"{known}: it sent what was never received"
-                )
+            if not stray:
+                continue
+            known, peer = self._history.get(number), exchange.peers.get(source)
+            text = (
+                f"rank {source} called something else than this rank's collective {number}, "
+                f"{known or 'unknown by now'}: it sent what was never received"
+            )
+            if known is None or peer is None or peer.error is not None:
+                raise MismatchError(text)
+            soon = time.monotonic() + INQUIRY_SECONDS
+            deadline = soon if operation.limit is None else min(soon, operation.limit)
+            inquiry = Inquiry(exchange.connection, source, text, deadline)
+            exchange.connection.operations.add(inquiry)
+            exchange.send(
+                peer, protocol.ASK, protocol.pack_call(exchange.context, number, known.text)
+            )
+            return inquiry
+        return None
 
     def forget(self, operation: CollectiveOperation) -> None:
         """A collective has ended."""
         with self._lock:
             self._active.pop(operation.number, None)
+
+    def finish(self, deadline: float) -> None:
+        """Let collectives that are under way end, for so long: others may depend on this rank.
+
+        Args:
+            deadline: `time.monotonic()`.
+        """
+        if self._active:
+            self._exchange.connection.progress.wait_until(lambda: not self._active, deadline)
 
     # Failure.
 
@@ -193,11 +251,16 @@ class CollectiveGroup:
         self.fail(operation, TransferTimeout(f"timed out: {why}"))
 
     def _fail_all(self, error: TorchNixlError, number: int, *, tell: bool = True) -> None:
+        # See [Note: earlier collectives].
+        start = number if isinstance(error, (PeerLostError, ClosedError)) else 0
         with self._lock:
-            first = self.failed is None
+            first = self.failed is None or start < self._failed_from
             if first:
-                self.failed = error
-            active, self._active = list(self._active.values()), {}
+                self.failed = self.failed or error
+                self._failed_from = start
+            active = [one for one in self._active.values() if one.number >= start]
+            for operation in active:
+                del self._active[operation.number]
         for operation in active:
             same = operation.number == number
             operation.end(
@@ -226,8 +289,8 @@ class CollectiveGroup:
     def on_ask(self, peer: Peer, body: bytes) -> None:
         """A rank waits in a collective."""
         number, text = protocol.parse_call(body)
-        if self.failed is not None:
-            self._tell_failed(peer, number, self.failed)
+        if self.failed is not None and number >= self._failed_from:
+            self._tell_failed(peer, max(number, self._failed_from), self.failed)
             return
         with self._lock:
             begun = number < self._next
@@ -264,9 +327,9 @@ class CollectiveGroup:
     def on_fail(self, peer: Peer, body: bytes) -> None:
         """A collective failed on another rank."""
         number, kind, text = protocol.parse_fail(body)
-        if self.failed is None:
+        if self.failed is None or number < self._failed_from:
             if kind is ClosedError:
-                kind = TransferError
+                kind = PeerLostError
             self._fail_all(kind(f"rank {peer.rank} reports: {text}"), number, tell=False)
 
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
+from torch_nixl.collectives.inquiry import Inquiry
 from torch_nixl.collectives.port import Port
 from torch_nixl.collectives.protocol import Signature
 from torch_nixl.engine.memory import tensor_memory
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from torch_nixl.engine.streams import StreamOrder
     from torch_nixl.p2p.communicator import Communicator
 
-Message: TypeAlias = SendOperation | ReceiveOperation
+Message: TypeAlias = SendOperation | ReceiveOperation | Inquiry
 Steps: TypeAlias = Generator[Message | None, None, None]
 Algorithm: TypeAlias = Callable[[Port], Steps]
 
@@ -154,9 +155,11 @@ class CollectiveOperation(Operation):
         Args:
             moved: The tensors that the algorithm was given.
         """
-        assert self._steps is not None
+        steps = self._steps
+        if steps is None:
+            return  # It has ended meanwhile.
         with self._mode():
-            next(self._steps)
+            next(steps)
 
     def hold_memory(self, tensors: Sequence[torch.Tensor]) -> None:
         """Register tensors until its end, so that their parts are found registered."""
@@ -169,6 +172,9 @@ class CollectiveOperation(Operation):
         """Let it run as far as it gets, from then on by whoever waits or polls."""
         self._look_again(time.monotonic())
         self._connection.operations.add(self)
+        if self._released:
+            # It had ended before.
+            self._connection.operations.remove(self)
         self.attend()
 
     def take(self, part: Message) -> None:
@@ -252,7 +258,10 @@ class CollectiveOperation(Operation):
     def _end_well(self) -> None:
         """End it, unless something is wrong after all. Holds `_running`."""
         self._attend_parts()
-        self._group.check_strays(self)
+        self._blocking = inquiry = self._group.inquire(self)
+        if inquiry is not None:
+            self.take(inquiry)
+            return
         self._group.forget(self)
         self._finish(None)
         self._release()

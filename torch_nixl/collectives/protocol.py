@@ -75,14 +75,21 @@ class Signature:
         return self.text
 
 
-@functools.lru_cache(maxsize=4096)
 def sign(name: str, details: str) -> Signature:
     """Make a signature: `details` says with what the collective `name` was called."""
+    # Those of long lists are not worth their memory.
+    return _sign(name, details) if len(details) <= MAX_SIGNATURE else _make(name, details)
+
+
+def _make(name: str, details: str) -> Signature:
     text = f"{name}({details})"
     mark = zlib.crc32(text.encode()) & ((1 << _MARK_BITS) - 1)
     if len(text) > MAX_SIGNATURE:
         text = f"{text[:MAX_SIGNATURE]}... and more, {mark:08x})"
     return Signature(name, text, mark)
+
+
+_sign = functools.lru_cache(maxsize=4096)(_make)
 
 
 def tag_of(number: int, mark: int, phase: int) -> int:

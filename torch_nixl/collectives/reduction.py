@@ -82,7 +82,12 @@ class Reduction:
         """
         if self.wide and count > 1:
             return torch.float32
-        return self.dtype if place is not None and place > 1 else None
+        return self.dtype if place is not None and place >= self._num_read_first else None
+
+    @property
+    def _num_read_first(self) -> int:
+        """Values that are read before anything is written: the output may be one of them."""
+        return 1 if self.name == "premul_sum" else 2
 
     def combine(
         self, values: Sequence[torch.Tensor], out: torch.Tensor, room: torch.Tensor | None
@@ -109,7 +114,7 @@ class Reduction:
             return
         # In place, unless that would overwrite a value that comes later.
         address = out.data_ptr()
-        late = any(value.data_ptr() == address for value in values[2:])
+        late = any(value.data_ptr() == address for value in values[self._num_read_first :])
         total = out
         if late and out.numel():
             assert room is not None
@@ -123,10 +128,6 @@ class Reduction:
         function = _FUNCTIONS[self.name]
         first = values[0]
         if self.name == "premul_sum":
-            if len(values) > 1 and values[1].data_ptr() == total.data_ptr():
-                # The sum of two is the same either way round, and the first may be overwritten.
-                values = [values[1], first, *values[2:]]
-                first = values[0]
             torch.mul(first, self.factor, out=total) if not self.wide else total.copy_(first).mul_(
                 self.factor
             )

@@ -97,21 +97,23 @@ class CollectiveWork:
         self._operation.add_done_callback(callback)
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        """A future that ends when this does, with the tensors that it changed."""
-        devices = torch_devices(self._operation.order)
-        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future(devices=devices)
+        """A future that ends when this does, with the tensors that it changed.
 
-        def end() -> None:
-            error = self._operation.error
-            if error is None:
-                future.set_result(self._operation.outputs)
-            elif isinstance(error, Exception):
-                future.set_exception(error)  # type: ignore[arg-type]  # its stub is wrong
-
+        One that fails raises `RuntimeError` with the error's name and text, whoever waits for it:
+        an exception set from Python would pass for a value where C++ waits, as in a hook of DDP.
+        """
         order = self._operation.order
         device = None if order is None else order.devices[0]
-        self.add_done_callback(lambda: end_future(device, end))
+        ended: torch.futures.Future[None] = torch.futures.Future(devices=torch_devices(order))
+        future = ended.then(self._check)
+        self.add_done_callback(lambda: end_future(device, lambda: ended.set_result(None)))
         return future
+
+    def _check(self, ended: torch.futures.Future[None]) -> list[torch.Tensor]:
+        error = self._operation.error
+        if error is not None:
+            raise error
+        return self._operation.outputs
 
     def __await__(self) -> Generator[object, None, list[torch.Tensor]]:
         return self._await().__await__()

@@ -210,7 +210,7 @@ class Descriptor:
         if not 0 <= size < memory.nbytes or len(memory.spans) != 1:
             raise ValueError(f"_data_size: {size} bytes of {memory.nbytes} can't be described")
         rows = spans.single(self.ptr, size) if size else spans.EMPTY
-        return replace(memory, spans=rows, nbytes=size)
+        return replace(memory, layout=rows, nbytes=size)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a Descriptor names memory of this process: send its metadata instead")

@@ -1,8 +1,10 @@
 """From objects to memory: where the bytes of tensors, arrays and buffers lie, or why they can't go.
 
 Nothing here copies. Memory that isn't contiguous is described by its spans in row-major logical
-order; what has no bytes of its own to point at (lazy views, sparse, fake or wrapper tensors) is
-refused by name. Pending device work is not looked at either: ordering is the caller's.
+order, which are built when somebody asks for them: a transposed matrix has one for each element,
+and is mostly packed before it moves. What has no bytes of its own to point at (lazy views, sparse,
+fake or wrapper tensors) is refused by name. Pending device work is not looked at either: ordering
+is the caller's.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import SupportsIndex
@@ -38,6 +40,57 @@ _CapsuleFunction = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c
 _capsule_pointer = _CapsuleFunction(("PyCapsule_GetPointer", ctypes.pythonapi))
 
 
+@dataclass(frozen=True, slots=True)
+class Strided:
+    """Where the elements of an array lie, in a few numbers.
+
+    Attributes:
+        address: Of the element whose indices are all zero.
+        shape: Sizes of the dimensions.
+        strides: Bytes from one element to the next along each dimension.
+        itemsize: Bytes of an element.
+        name: How errors call it.
+    """
+
+    address: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    itemsize: int
+    name: str
+
+    @property
+    def num_spans(self) -> int:
+        """How many spans `build` returns at most."""
+        return algebra.runs(self.shape, self.strides, self.itemsize)[0]
+
+    def build(self) -> Spans:
+        """Build the spans, read-only.
+
+        Raises:
+            ValueError: There would be more than `spans.MAX_SPANS`.
+        """
+        try:
+            spans = algebra.strided(self.address, self.shape, self.strides, self.itemsize)
+        except ValueError as exc:
+            raise ValueError(f"{self.name}: {exc}") from exc
+        spans.flags.writeable = False
+        return spans
+
+    def overlaps(self) -> bool:
+        """Whether some elements share memory. Builds spans only where that isn't plain to see.
+
+        Raises:
+            ValueError: As `build`.
+        """
+        if algebra.surely_disjoint(self.shape, self.strides, self.itemsize):
+            return False
+        if any(
+            size > 1 and not stride for size, stride in zip(self.shape, self.strides, strict=True)
+        ):
+            return True
+        return algebra.overlaps(self.build())
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Memory:
     """Memory as the engine sees it. Holding it keeps the bytes in place and alive.
@@ -45,8 +98,7 @@ class Memory:
     Attributes:
         kind: `MemoryKind.DRAM` or `MemoryKind.VRAM`.
         device_id: Index of the device as this process's runtime numbers it; 0 for host memory.
-        spans: ``[n, 2]`` uint64, read-only: address and nbytes, in row-major logical order of the
-            elements, neighbours merged, nothing empty.
+        layout: The spans, or what they can be built from.
         nbytes: Bytes of all spans together. Bytes that are repeated count each time.
         base: Address of the allocation that the spans lie in; 0 if there are no spans.
         extent: Bytes of that allocation. Where it isn't known, the bounds of the spans.
@@ -59,7 +111,7 @@ class Memory:
 
     kind: MemoryKind
     device_id: int
-    spans: Spans = field(repr=False)
+    layout: Spans | Strided = field(repr=False)
     nbytes: int
     base: int
     extent: int
@@ -67,6 +119,28 @@ class Memory:
     anchor: object | None = field(repr=False)
     writable: bool
     reason: str = ""
+
+    @property
+    def spans(self) -> Spans:
+        """All of it as addresses and sizes.
+
+        ``[n, 2]`` uint64, read-only: address and nbytes, in row-major logical order of the
+        elements, neighbours merged, nothing empty.
+
+        Raises:
+            ValueError: There would be more than `spans.MAX_SPANS`.
+        """
+        layout = self.layout
+        if isinstance(layout, Strided):
+            layout = layout.build()
+            object.__setattr__(self, "layout", layout)
+        return layout
+
+    @property
+    def num_spans(self) -> int:
+        """How many `spans` there are, or would be at most: where none were built, none are."""
+        layout = self.layout
+        return layout.num_spans if isinstance(layout, Strided) else len(layout)
 
 
 def as_memory(data: object, *, name: str = "data") -> Memory:
@@ -236,13 +310,14 @@ def _tensor_memory(tensor: torch.Tensor, name: str) -> Memory:
         _check_storage(address, address + nbytes, base, extent, name)
         spans = algebra.single(address, nbytes)
         return Memory(kind, device_id, spans, nbytes, base, extent, storage, storage, True)
-    itemsize, shape = tensor.itemsize, tensor.shape
-    strides = [stride * itemsize for stride in tensor.stride()]
+    itemsize, shape = tensor.itemsize, tuple(tensor.shape)
+    strides = tuple(stride * itemsize for stride in tensor.stride())
     end = address + algebra.bounds(shape, strides, itemsize)[1]
     _check_storage(address, end, base, extent, name)
-    spans, reason = _strided(address, shape, strides, itemsize, name)
+    layout = Strided(address, shape, strides, itemsize, name)
+    reason = _OVERLAPPING if layout.overlaps() else ""
     writable = not reason
-    return Memory(kind, device_id, spans, nbytes, base, extent, storage, storage, writable, reason)
+    return Memory(kind, device_id, layout, nbytes, base, extent, storage, storage, writable, reason)
 
 
 def _check_storage(address: int, end: int, base: int, extent: int, name: str) -> None:
@@ -270,17 +345,18 @@ def _array_memory(array: npt.NDArray[np.generic], name: str) -> Memory:
     first, end = (0, nbytes) if contiguous else algebra.bounds(shape, strides, itemsize)
     low, high = address + first, address + end
     _check_range(low, high - low, name)
-    if contiguous:
-        spans, reason = algebra.single(address, nbytes), ""
-    else:
-        spans, reason = _strided(address, shape, strides, itemsize, name)
+    layout: Spans | Strided = algebra.single(address, nbytes)
+    reason = ""
+    if not contiguous:
+        layout = Strided(address, shape, strides, itemsize, name)
+        reason = _OVERLAPPING if layout.overlaps() else ""
     if not array.flags.writeable:
         reason = _READ_ONLY
     base, extent, anchor = _allocation(array)
     if not base <= low < high <= base + extent:
         base, extent, anchor = low, high - low, None
     kind, writable = MemoryKind.DRAM, not reason
-    return Memory(kind, 0, spans, nbytes, base, extent, array, anchor, writable, reason)
+    return Memory(kind, 0, layout, nbytes, base, extent, array, anchor, writable, reason)
 
 
 def _allocation(array: npt.NDArray[np.generic]) -> tuple[int, int, object]:
@@ -367,19 +443,6 @@ def _dlpack_memory(data: object, name: str) -> Memory:
         return memory
     reason = _READ_ONLY if flags & _DLPACK_READ_ONLY else "DLPack shares only a copy of it"
     return replace(memory, writable=False, reason=reason)
-
-
-def _strided(
-    address: int, shape: Sequence[int], strides: Sequence[int], itemsize: int, name: str
-) -> tuple[Spans, str]:
-    """Return read-only spans, and why they can't be written to (empty if they can)."""
-    try:
-        spans = algebra.strided(address, shape, strides, itemsize)
-    except ValueError as exc:
-        raise ValueError(f"{name}: {exc}") from exc
-    spans.flags.writeable = False
-    disjoint = algebra.surely_disjoint(shape, strides, itemsize) or not algebra.overlaps(spans)
-    return spans, "" if disjoint else _OVERLAPPING
 
 
 def _empty(kind: MemoryKind, device_id: int, owner: object) -> Memory:

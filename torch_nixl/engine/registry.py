@@ -130,12 +130,13 @@ class Registry:
 
         Raises:
             RegistrationError: The library refused; nothing is held.
-            ValueError: The memory's storage has moved since.
+            ValueError: The memory's storage has moved since, or lies in too many pieces.
             ClosedError: The registry is closed.
         """
         require_in_place(memory)
+        spans = memory.spans
         if memory.nbytes == 0:
-            return RegisteredMemory(memory, 0, with_device(memory.spans, 0), None)
+            return RegisteredMemory(memory, 0, with_device(spans, 0), None)
         if self._orphans or self._waste:
             self.collect()
         with self._lock:
@@ -157,7 +158,7 @@ class Registry:
             if self._max_bytes is not None and self.statistics.live_bytes > self._max_bytes:
                 self._evict(self._max_bytes)
         device_id = entry.registration.region.device_id
-        return RegisteredMemory(memory, device_id, with_device(memory.spans, device_id), entry)
+        return RegisteredMemory(memory, device_id, with_device(spans, device_id), entry)
 
     def release(self, registered: RegisteredMemory) -> None:
         """Give up one hold. The registration may stay cached."""

@@ -82,12 +82,12 @@ class Buffer:
         self.tensor = tensor
         self.description: Description = describe(tensor, name=name)
         self.reason = memory.reason
-        self.packed = should_pack(len(memory.spans), memory.nbytes)
+        self.packed = should_pack(memory.num_spans, memory.nbytes)
         self.device = device_of(tensor)
         self.host: torch.Tensor | None = None
         if self.device is not None and memory.nbytes <= EAGER_NBYTES:
             # It may travel in a frame: from and to the host go contiguous bytes only.
-            self.packed = len(memory.spans) > 1
+            self.packed = memory.num_spans > 1
             self.host = torch.empty(tensor.shape, dtype=tensor.dtype)
         self._copy: torch.Tensor | None = None
         if self.packed:

@@ -239,7 +239,7 @@ class TreeSource:
 
 def scattered_ones(memories: Sequence[Memory], num_pieces: int) -> list[int]:
     """Which memories are better packed: those in short spans, all in pieces if there are many."""
-    num_spans = [len(memory.spans) for memory in memories]
+    num_spans = [memory.num_spans for memory in memories]
     found = [
         place
         for place, memory in enumerate(memories)

@@ -192,11 +192,18 @@ class Communicator(TensorMethods, TreeMethods):
     def close(self, timeout: float = CLOSE_SECONDS) -> None:
         """End gracefully: what waits to be received fails, what was sent is received. Idempotent.
 
+        Collectives that were begun end before, if the other ranks begin them in time.
+
         Args:
-            timeout: Seconds after which sends that were not received fail, too. Their receivers
-                then have one more to let go of the memory.
+            timeout: Seconds after which collectives and sends that were not received fail, too.
+                Their receivers then have one more to let go of the memory.
         """
-        self._end("the Communicator was closed", timeout)
+        deadline = time.monotonic() + timeout
+        if not self.closed:
+            with contextlib.suppress(ClosedError):
+                for finish in self._exchange.finishers:
+                    finish(deadline)
+        self._end("the Communicator was closed", max(0.0, deadline - time.monotonic()))
 
     def abort(self) -> None:
         """End at once: all who wait return with `ClosedError`. Idempotent.

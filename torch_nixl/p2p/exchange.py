@@ -52,6 +52,7 @@ class Exchange:
         num_probing: Threads that wait in `probe` for a message from any rank.
         closed: Why nothing can be done any more; None while all is well.
         poisoned: Why no call is taken any more; None while all is well.
+        finishers: What is let end before it is closed, each until a `time.monotonic()`.
         handlers: What is done with frames of each kind.
     """
 
@@ -75,6 +76,7 @@ class Exchange:
         self.num_probing = 0
         self.closed: BaseException | None = None
         self.poisoned: PoisonedError | None = None
+        self.finishers: list[Callable[[float], None]] = []
         self.outbox = Outbox(self)
         self.inbox = Inbox(self)
         self.channels = Channels(self)

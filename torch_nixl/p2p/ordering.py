@@ -68,7 +68,7 @@ def make_send(
         TransferError: The stream is being captured into a graph.
     """
     memory = tensor_memory(tensor)
-    packed = should_pack(len(memory.spans), memory.nbytes)
+    packed = should_pack(memory.num_spans, memory.nbytes)
     if packed:
         memory = tensor_memory(pack(tensor, device, stream))
     order = StreamOrder((device,), stream)
@@ -95,7 +95,7 @@ def make_receive(
     """
     memory = tensor_memory(out, name="out")
     buffer = out
-    num_spans, nbytes = len(memory.spans), memory.nbytes
+    num_spans, nbytes = memory.num_spans, memory.nbytes
     # What comes in a frame, or from this rank, is copied by the device's thread: its kernels have
     # to be loaded by this one.
     copied = nbytes <= EAGER_NBYTES or source in (None, exchange.rank)

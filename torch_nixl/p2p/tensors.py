@@ -314,7 +314,7 @@ class TensorLanding:
             return TensorTarget(out, out, tensor_memory(out))
         check_fits(what, out)
         memory = tensor_memory(out, name="out")
-        if should_pack(len(memory.spans), memory.nbytes):
+        if should_pack(memory.num_spans, memory.nbytes):
             buffer = torch.empty(shape, dtype=dtype, device=out.device)
             return TensorTarget(out, buffer, tensor_memory(buffer))
         return TensorTarget(out, out, memory)
@@ -323,6 +323,6 @@ class TensorLanding:
 def make_source(tensor: torch.Tensor) -> tuple[Memory, bool]:
     """Memory to send a large tensor from: its own, or a packed copy's; and whether it is a copy."""
     memory = tensor_memory(tensor)
-    if should_pack(len(memory.spans), memory.nbytes):
+    if should_pack(memory.num_spans, memory.nbytes):
         return tensor_memory(tensor.detach().contiguous()), True
     return memory, False

@@ -179,6 +179,9 @@ class Work:
         An object is not in the list, which is empty then: `result()` unpickles it, in the thread
         that asks for it.
 
+        One that fails raises `RuntimeError` with the error's name and text, whoever waits for it:
+        an exception set from Python would pass for a value where C++ waits.
+
         Of device memory it ends with the bytes in place, and knows the device, as
         `torch.futures.Future` wants it.
         """
@@ -191,15 +194,8 @@ class Work:
             and operation.lands is not None
         ):
             devices += [f"cuda:{index}" for index in range(torch.cuda.device_count())]
-        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future(devices=devices)
-
-        def end() -> None:
-            error = self.exception()
-            if error is None:
-                received = isinstance(operation, ReceiveOperation)
-                future.set_result(operation.results() if received else [])  # type: ignore[union-attr]
-            elif isinstance(error, Exception):
-                future.set_exception(error)  # type: ignore[arg-type]  # its stub is wrong
+        ended: torch.futures.Future[None] = torch.futures.Future(devices=devices)
+        future = ended.then(self._check_ended)
 
         def call() -> None:
             device = None
@@ -207,10 +203,17 @@ class Work:
                 device = operation.landed_on
             if device is None and order is not None:
                 device = order.devices[0]
-            end_future(device, end)
+            end_future(device, lambda: ended.set_result(None))
 
         self.add_done_callback(call)
         return future
+
+    def _check_ended(self, ended: torch.futures.Future[None]) -> list[torch.Tensor]:
+        error = self.exception()
+        if error is not None:
+            raise error
+        operation = self._operation
+        return operation.results() if isinstance(operation, ReceiveOperation) else []
 
     def __await__(self) -> Generator[object, None, torch.Tensor | None]:
         return self._await().__await__()

@@ -7,7 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
+from torch._C._distributed_c10d import ErrorType
+
+from torch_nixl.collectives.group import group_of
+from torch_nixl.errors import PeerLostError, TransferTimeout
 
 if TYPE_CHECKING:
     from torch_nixl.process_group.group import NixlProcessGroup
@@ -63,8 +66,16 @@ class BackendView:
     def perform_nocolor_split(self, device: torch.device) -> None:
         """Do nothing: ranks outside a new group have no part in making it."""
 
-    def get_error(self) -> object:
-        return dist.distributed_c10d.ErrorType.SUCCESS  # type: ignore[attr-defined]
+    def get_error(self) -> ErrorType:
+        """What the group's collectives have failed with, as far as c10d has words for it."""
+        communicator = self._group.communicator
+        error = group_of(communicator).failed or communicator._exchange.poisoned
+        if error is None:
+            return ErrorType.SUCCESS
+        if isinstance(error, TransferTimeout):
+            return ErrorType.TIMEOUT
+        lost = isinstance(error, PeerLostError)
+        return ErrorType.REMOTE_ERROR if lost else ErrorType.COMM_ERROR
 
     def _set_sequence_number_for_group(self) -> None:
         pass

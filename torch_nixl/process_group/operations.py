@@ -43,7 +43,7 @@ def _operation(
     [Callable[Concatenate[Operations, P], GroupWork]],
     Callable[Concatenate[Operations, P], dist.Work],
 ]:
-    """Have a method send tensors of other devices to their own backend, and show in profiles.
+    """Have a method refuse a destroyed group, pass on other devices' tensors, show in profiles.
 
     Args:
         name: What profiles call it, after ``nixl:``.
@@ -55,6 +55,8 @@ def _operation(
         theirs = _NAMES_OF_OTHERS.get(method.__name__, method.__name__)
 
         def call(self: Operations, /, *args: P.args, **kwargs: P.kwargs) -> dist.Work:
+            if self._destroyed:
+                raise ClosedError(self._destroyed)
             tensor = _first_tensor(args)
             if tensor is not None:
                 other = self._other_for(tensor)
@@ -119,8 +121,6 @@ class Operations:
         outputs: Sequence[torch.Tensor],
         **options: Any,
     ) -> GroupWork:
-        if self._destroyed:
-            raise ClosedError(self._destroyed)
         tensor = _first_tensor(args)
         pending = collective(
             *args,
@@ -136,20 +136,14 @@ class Operations:
 
     @_operation("send")
     def send(self, tensors: list[torch.Tensor], dst: int, tag: int = 0) -> GroupWork:
-        if self._destroyed:
-            raise ClosedError(self._destroyed)
         return GroupWork(self._communicator.isend(tensors[0], dst, tag=tag), tensors)
 
     @_operation("recv")
     def recv(self, tensors: list[torch.Tensor], src: int, tag: int = 0) -> GroupWork:
-        if self._destroyed:
-            raise ClosedError(self._destroyed)
         return GroupWork(self._communicator.irecv(src, out=tensors[0], tag=tag), tensors)
 
     @_operation("recv")
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int = 0) -> GroupWork:
-        if self._destroyed:
-            raise ClosedError(self._destroyed)
         return GroupWork(self._communicator.irecv(None, out=tensors[0], tag=tag), tensors)
 
     # From one rank, or to one.
@@ -221,8 +215,6 @@ class Operations:
     ) -> GroupWork:
         opts = opts or dist.AllreduceOptions()
         if tensors[0].is_sparse:
-            if self._destroyed:
-                raise ClosedError(self._destroyed)
             all_reduce_sparse(tensors[0], opts.reduceOp, self._communicator, _seconds(opts))
             return GroupWork(None, tensors)
         return self._run(
@@ -356,9 +348,8 @@ class Operations:
             collectives.all_to_all_tensor,
             output,
             input,
-            # Empty stands for even shares.
-            out_splits=output_split_sizes or None,
-            in_splits=input_split_sizes or None,
+            out_splits=output_split_sizes,
+            in_splits=input_split_sizes,
             opts=opts or dist.AllToAllOptions(),
             outputs=[output],
         )

@@ -23,6 +23,8 @@ class Pending(Protocol):
 
     def wait(self, timeout: float | None = None) -> None: ...
 
+    def synchronize(self, timeout: float | None = None) -> None: ...
+
     def is_completed(self) -> bool: ...
 
     def exception(self) -> BaseException | None: ...
@@ -68,7 +70,9 @@ class GroupWork(dist.Work):
         return True
 
     def synchronize(self) -> None:
-        self.wait()
+        """Block the host until the operation has ended, on devices, too. Raises as `wait` does."""
+        if self.pending is not None:
+            self.pending.synchronize()
 
     def is_completed(self) -> bool:
         return self.pending is None or self.pending.is_completed()
@@ -132,6 +136,10 @@ class Together:
     def wait(self, timeout: float | None = None) -> None:
         for work in self._works:
             work.wait(timeout)
+
+    def synchronize(self, timeout: float | None = None) -> None:
+        for work in self._works:
+            work.synchronize(timeout)
 
     def is_completed(self) -> bool:
         return all(work.is_completed() for work in self._works)
