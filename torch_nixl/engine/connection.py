@@ -57,6 +57,9 @@ log = logging.getLogger("torch_nixl.connection")
 DEFAULT_TIMEOUT = 300.0
 """Seconds after which an operation times out unless told otherwise."""
 
+MENDING_SECONDS = 1.0
+"""How often ends that were cut short are looked for."""
+
 ABORT_SECONDS = 5.0
 """How long `abort` waits for threads that are moving bytes: a post takes milliseconds."""
 
@@ -109,6 +112,7 @@ class Connection:
         self._deferred_entries = self.deferred.entries  # looked at in every poll
         self._dispatcher = Dispatcher(self)
         self._claim_numbers = itertools.count(1)
+        self._next_mending = 0.0
         self._tickers: list[Callable[[float], None]] = []
         self._reachable = False
         self.closing = False
@@ -415,6 +419,11 @@ class Connection:
         for exposed in list(self.operations.busy):
             if exposed.done:
                 exposed.check_quarantine()
+        if now >= self._next_mending:
+            self._next_mending = now + MENDING_SECONDS
+            for operation in self.operations.all():
+                if operation.done:
+                    operation.mend()
         self.contacts.look_after(now, waited_for)
         self.registry.collect()
         for callback in self._tickers:

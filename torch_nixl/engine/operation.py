@@ -199,6 +199,11 @@ class Operation:
     def shut(self, error: ClosedError) -> None:
         """End because the connection is about to: start nothing more, and ask the remote not to."""
 
+    def mend(self) -> None:
+        """Complete an end that an exception out of a signal handler cut short, if it did."""
+        if self._released:
+            self._connection.operations.remove(self)
+
     def check_quarantine(self) -> None:
         """Release memory that is still held though the operation has ended, once that is safe."""
 

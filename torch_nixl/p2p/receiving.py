@@ -519,6 +519,16 @@ class ReceiveOperation(Operation):
             self._pushed = 0
             self._part_ended(error)
 
+    def mend(self) -> None:
+        self._moves = [move for move in self._moves if not move.released]
+        if self._moves or self._pushed or self._starting:
+            return
+        message, self._message = self._message, None
+        if message is not None and self._reading:
+            self._exchange.inbox.tell_done(message, *outcome_of(self._error))
+        self._conclude(self._error)
+        super().mend()
+
     def check_quarantine(self) -> None:
         remote = self.remote
         if self._pushed and remote is not None and self._connection.contacts.is_gone(remote):
