@@ -245,8 +245,12 @@ def expose(registry: CollectorRegistry | None = None) -> Collector:
         ModuleNotFoundError: prometheus_client is missing: ``pip install 'torch-nixl[metrics]'``.
         ValueError: The registry has them already.
     """
-    from prometheus_client import REGISTRY
-
+    try:
+        from prometheus_client import REGISTRY
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "metrics need prometheus_client: pip install 'torch-nixl[metrics]'", name=error.name
+        ) from error
     registry = registry or REGISTRY
     collector = Collector(registry)
     registry.register(collector)

@@ -387,3 +387,9 @@ def test_callbacks_run_outside_of_locks(connect: Open) -> None:
     until(lambda: len(called) == 2)
     fetch.add_done_callback(lambda: called.append(None))
     assert len(called) == 3
+
+
+def test_what_is_no_connection_is_refused_by_name(connect: Open) -> None:
+    cache = KVCache(Prefill(connect("p")).tensors, model="m")
+    with pytest.raises(TypeError, match="expected a Communicator or a Connection"):
+        KVCacheServer("prefill-0", cache)  # type: ignore[arg-type]

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -188,3 +192,24 @@ def test_what_a_rank_sent_before_it_closed_is_received(world: World) -> None:
 def close_all(communicator: Communicator) -> None:
     communicator.close()
     communicator.connection.close()
+
+
+def test_a_rank_that_is_alone_under_torchrun_times_out() -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    environment = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    program = (
+        "import torch, torch_nixl\n"
+        "try: torch_nixl.send_tensor(torch.zeros(1), 1, timeout=1)\n"
+        "except torch_nixl.TransferTimeout as error: print(error)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, **environment, "MASTER_PORT": str(port)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert "not all ranks came to the store" in done.stdout

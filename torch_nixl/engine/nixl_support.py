@@ -215,7 +215,9 @@ def translate(nixl: Any, exc: Exception, remote: str, what: str) -> TorchNixlErr
     """Return the error for what NIXL raised about something that concerns a remote."""
     if isinstance(exc, nixl.nixlRemoteDisconnectError):
         return PeerLostError(
-            f"{what} for agent {remote!r} met a broken connection ({exc})", remote=remote
+            f"{what} for agent {remote!r} met a broken connection ({exc}): its process has "
+            "probably ended, and its own output says why",
+            remote=remote,
         )
     if isinstance(exc, nixl.nixlNotFoundError):
         return MetadataError(

@@ -26,11 +26,10 @@ from torch_nixl.kv.service import DEFAULT_TIMEOUT, Service, as_sequence
 from torch_nixl.kv.ticket import Ticket
 
 if TYPE_CHECKING:
-    from torch_nixl.engine.connection import Connection
     from torch_nixl.engine.remotes import Remote
     from torch_nixl.kv.compatibility import Compatibility
+    from torch_nixl.kv.hub import AnyConnection
     from torch_nixl.kv.meeting import Meeting
-    from torch_nixl.p2p.communicator import Communicator
 
 Tickets = str | bytes | Sequence[str | bytes]
 """One ticket, or one of each rank of prefill's tensor-parallel group."""
@@ -60,7 +59,7 @@ class KVCacheClient(Service):
 
     def __init__(
         self,
-        connection: Connection | Communicator,
+        connection: AnyConnection,
         cache: KVCache,
         *,
         timeout: float | None = DEFAULT_TIMEOUT,

@@ -14,14 +14,16 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeAlias
 
+from torch_nixl.connect.connection import Connection as ConnectConnection
 from torch_nixl.engine.connection import Connection
 from torch_nixl.kv import frames
 from torch_nixl.kv.frames import Head
 from torch_nixl.kv.leases import LeaseId
 from torch_nixl.kv.protocol import Event, Outcome, Role
 from torch_nixl.kv.registered import RegisteredPool
+from torch_nixl.p2p.communicator import Communicator
 
 if TYPE_CHECKING:
     from torch_nixl.engine.remotes import Remote
@@ -31,7 +33,6 @@ if TYPE_CHECKING:
     from torch_nixl.kv.heartbeat import Heartbeat
     from torch_nixl.kv.server import KVCacheServer
     from torch_nixl.kv.service import Service
-    from torch_nixl.p2p.communicator import Communicator
 
 NO_SERVER: Final = "there is no such server here, or not any more"
 
@@ -272,6 +273,9 @@ class KVHub:
             self.send_end(remote, frames.REJECT, answer, Outcome.UNKNOWN, NO_SERVER)
 
 
+AnyConnection: TypeAlias = Connection | Communicator | ConnectConnection
+"""What a server or client works on."""
+
 _hubs: weakref.WeakKeyDictionary[Connection, KVHub] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 
@@ -285,6 +289,18 @@ def hub_of(connection: Connection) -> KVHub:
         return hub
 
 
-def connection_of(connection: Connection | Communicator) -> Connection:
-    """The connection itself, or that of a Communicator."""
-    return connection if isinstance(connection, Connection) else connection.connection
+def connection_of(connection: AnyConnection) -> Connection:
+    """The connection itself, or that of a Communicator or of `torch_nixl.connect`.
+
+    Raises:
+        TypeError: It is none of these.
+    """
+    if isinstance(connection, Connection):
+        return connection
+    if isinstance(connection, Communicator):
+        return connection.connection
+    if isinstance(connection, ConnectConnection):
+        return connection.engine
+    raise TypeError(
+        f"expected a Communicator or a Connection of torch_nixl.connect, not {connection!r}"
+    )

@@ -25,11 +25,10 @@ from torch_nixl.kv.service import DEFAULT_TIMEOUT, Service
 from torch_nixl.kv.ticket import MAX_REQUEST, Ticket
 
 if TYPE_CHECKING:
-    from torch_nixl.engine.connection import Connection
     from torch_nixl.engine.remotes import Remote
     from torch_nixl.kv.compatibility import Compatibility
+    from torch_nixl.kv.hub import AnyConnection
     from torch_nixl.kv.meeting import Meeting
-    from torch_nixl.p2p.communicator import Communicator
 
 DEFAULT_LEASE: Final = 30.0
 """Seconds for which pages are on offer unless told otherwise."""
@@ -158,7 +157,7 @@ class KVCacheServer(Service):
 
     def __init__(
         self,
-        connection: Connection | Communicator,
+        connection: AnyConnection,
         cache: KVCache,
         *,
         lease: float = DEFAULT_LEASE,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 from torch_nixl.engine.operation import Operation, deadline_after
 from torch_nixl.errors import ClosedError, TransferError
 from torch_nixl.kv.frames import role_of
-from torch_nixl.kv.hub import connection_of, hub_of
+from torch_nixl.kv.hub import AnyConnection, connection_of, hub_of
 from torch_nixl.kv.meeting import Meeting
 from torch_nixl.kv.pools import parse_pool
 from torch_nixl.kv.protocol import Outcome
@@ -20,12 +20,10 @@ from torch_nixl.kv.request import Ended, Request
 from torch_nixl.kv.statistics import Figures, KVStatistics
 
 if TYPE_CHECKING:
-    from torch_nixl.engine.connection import Connection
     from torch_nixl.engine.remotes import Remote
     from torch_nixl.kv.cache import KVCache
     from torch_nixl.kv.compatibility import Compatibility
     from torch_nixl.kv.handoff import Handoff
-    from torch_nixl.p2p.communicator import Communicator
 
 DEFAULT_TIMEOUT: Final = 120.0
 """Seconds after which a request times out on either side unless told otherwise."""
@@ -59,7 +57,7 @@ class Service:
 
     def __init__(
         self,
-        connection: Connection | Communicator,
+        connection: AnyConnection,
         cache: KVCache,
         *,
         timeout: float | None = DEFAULT_TIMEOUT,

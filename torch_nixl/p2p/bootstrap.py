@@ -122,7 +122,7 @@ class Bootstrap:
                     time.sleep(seconds - waited)
                 if left <= 0:
                     raise TransferTimeout(
-                        f"rank {rank} has not made its Communicator within {timeout} s, or has "
+                        f"rank {rank} has not made its Communicator within {timeout:.3g} s, or has "
                         "closed it already"
                     ) from error
             longest = min(2 * longest, _SLICE_SECONDS)

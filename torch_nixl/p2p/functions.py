@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from torch_nixl.engine.connection import DEFAULT_TIMEOUT
+from torch_nixl.errors import TransferTimeout
 from torch_nixl.p2p.channel import Channel
 from torch_nixl.p2p.communicator import Communicator
 from torch_nixl.p2p.fitting import NOTHING
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
     Group: TypeAlias = "dist.ProcessGroup | Communicator | None"
 
 T = TypeVar("T")
+
+_LONGEST = 86400.0
+"""Seconds that stand for ever where a store wants a number."""
 
 _lock = threading.RLock()
 _default: Communicator | None = None
@@ -39,6 +43,7 @@ def init(
     world_size: int | None = None,
     timeout: float | datetime.timedelta | None = DEFAULT_TIMEOUT,
     prefix: str = "torch_nixl",
+    meet_timeout: float | None = None,
 ) -> Communicator:
     """Make a Communicator. All ranks of the group do so, in the same order.
 
@@ -54,9 +59,12 @@ def init(
         world_size: How many there are.
         timeout: Seconds after which sends and receives end with `TransferTimeout`; None for never.
         prefix: Sets apart the keys of several groups in one store.
+        meet_timeout: Seconds to wait for torchrun's store, which all ranks have to reach; those of
+            `timeout` by default.
 
     Raises:
         ValueError: Nothing says which ranks there are.
+        TransferTimeout: Not all ranks came to torchrun's store in time.
         BackendError: NIXL is missing or can't be set up.
     """
     global _default
@@ -68,7 +76,7 @@ def init(
         elif group is not None or dist.is_initialized():
             communicator = _of_group(group, prefix, timeout)
         elif "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-            found, own_rank, size = next(dist.rendezvous("env://"))
+            found, own_rank, size = _rendezvous(timeout if meet_timeout is None else meet_timeout)
             communicator = Communicator(found, own_rank, size, prefix=prefix, timeout=timeout)
         else:
             raise ValueError(
@@ -123,10 +131,29 @@ def shutdown() -> None:
         communicator.close()
 
 
-def _find(group: Group) -> Communicator:
+def _rendezvous(timeout: float | datetime.timedelta | None) -> tuple[dist.Store, int, int]:
+    """What torchrun's environment says of the store, this rank and how many there are."""
+    seconds = timeout.total_seconds() if isinstance(timeout, datetime.timedelta) else timeout
+    wait = datetime.timedelta(seconds=min(_LONGEST if seconds is None else seconds, _LONGEST))
+    try:
+        store, rank, size = next(dist.rendezvous("env://", timeout=wait))
+    except dist.DistStoreError as error:
+        raise TransferTimeout(
+            f"not all ranks came to the store of torchrun's environment within {seconds} s: {error}"
+        ) from error
+    return store, rank, size
+
+
+def _find(group: Group, timeout: float | None = None) -> Communicator:
     if group is None:
         default = _default
-        return default if default is not None and not default.closed else get_communicator()
+        if default is not None and not default.closed:
+            return default
+        if timeout is not None and not dist.is_initialized():
+            with _lock:
+                if _default is None or _default.closed:
+                    return init(meet_timeout=timeout)
+        return get_communicator()
     return group if isinstance(group, Communicator) else get_communicator(group)
 
 
@@ -150,7 +177,9 @@ def send_tensor(
 
     With a process group, `dst` is a global rank, as in c10d.
     """
-    _find(group).send(tensor, _rank_in(group, dst), tag=tag, timeout=timeout, stream=stream)
+    _find(group, timeout).send(
+        tensor, _rank_in(group, dst), tag=tag, timeout=timeout, stream=stream
+    )
 
 
 def recv_tensor(
@@ -165,7 +194,7 @@ def recv_tensor(
 ) -> torch.Tensor:
     """Receive a tensor, whatever its shape and dtype. See `Communicator.recv`."""
     source = None if src is None else _rank_in(group, src)
-    return _find(group).recv(
+    return _find(group, timeout).recv(
         source, out=out, tag=tag, device=device, timeout=timeout, stream=stream
     )
 
@@ -180,7 +209,9 @@ def isend_tensor(
     stream: object = None,
 ) -> Work:
     """Begin to send a tensor. See `Communicator.isend`."""
-    return _find(group).isend(tensor, _rank_in(group, dst), tag=tag, timeout=timeout, stream=stream)
+    return _find(group, timeout).isend(
+        tensor, _rank_in(group, dst), tag=tag, timeout=timeout, stream=stream
+    )
 
 
 def irecv_tensor(
@@ -195,7 +226,7 @@ def irecv_tensor(
 ) -> Work:
     """Begin to receive a tensor. See `Communicator.irecv`."""
     source = None if src is None else _rank_in(group, src)
-    return _find(group).irecv(
+    return _find(group, timeout).irecv(
         source, out=out, tag=tag, device=device, timeout=timeout, stream=stream
     )
 
@@ -209,7 +240,7 @@ def send_tree(
     timeout: float | None = None,
 ) -> None:
     """Send a tree of tensors and scalars as one message. See `Communicator.send_tree`."""
-    _find(group).send_tree(tree, _rank_in(group, dst), tag=tag, timeout=timeout)
+    _find(group, timeout).send_tree(tree, _rank_in(group, dst), tag=tag, timeout=timeout)
 
 
 def recv_tree(
@@ -224,7 +255,7 @@ def recv_tree(
 ) -> Any:
     """Receive a tree, whatever it is made of. See `Communicator.recv_tree`."""
     source = None if src is None else _rank_in(group, src)
-    return _find(group).recv_tree(
+    return _find(group, timeout).recv_tree(
         source, out=out, like=like, tag=tag, device=device, timeout=timeout
     )
 
@@ -238,7 +269,7 @@ def isend_tree(
     timeout: float | None = None,
 ) -> Work:
     """Begin to send a tree. See `Communicator.isend_tree`."""
-    return _find(group).isend_tree(tree, _rank_in(group, dst), tag=tag, timeout=timeout)
+    return _find(group, timeout).isend_tree(tree, _rank_in(group, dst), tag=tag, timeout=timeout)
 
 
 def irecv_tree(
@@ -253,7 +284,7 @@ def irecv_tree(
 ) -> TreeWork:
     """Begin to receive a tree. See `Communicator.irecv_tree`."""
     source = None if src is None else _rank_in(group, src)
-    return _find(group).irecv_tree(
+    return _find(group, timeout).irecv_tree(
         source, out=out, like=like, tag=tag, device=device, timeout=timeout
     )
 
@@ -267,7 +298,7 @@ def send_object(
     timeout: float | None = None,
 ) -> None:
     """Pickle a Python object and send it. See `Communicator.send_object`."""
-    _find(group).send_object(value, _rank_in(group, dst), tag=tag, timeout=timeout)
+    _find(group, timeout).send_object(value, _rank_in(group, dst), tag=tag, timeout=timeout)
 
 
 def recv_object(
@@ -282,7 +313,7 @@ def recv_object(
     Only from ranks that are trusted like this process itself: see `Communicator.recv_object`.
     """
     source = None if src is None else _rank_in(group, src)
-    return _find(group).recv_object(source, tag=tag, timeout=timeout)
+    return _find(group, timeout).recv_object(source, tag=tag, timeout=timeout)
 
 
 def isend_object(
@@ -294,7 +325,7 @@ def isend_object(
     timeout: float | None = None,
 ) -> Work:
     """Begin to send a pickled object. See `Communicator.isend_object`."""
-    return _find(group).isend_object(value, _rank_in(group, dst), tag=tag, timeout=timeout)
+    return _find(group, timeout).isend_object(value, _rank_in(group, dst), tag=tag, timeout=timeout)
 
 
 def irecv_object(
@@ -306,7 +337,7 @@ def irecv_object(
 ) -> TreeWork:
     """Begin to receive an object; `result()` unpickles it. See `Communicator.recv_object`."""
     source = None if src is None else _rank_in(group, src)
-    return _find(group).irecv_object(source, tag=tag, timeout=timeout)
+    return _find(group, timeout).irecv_object(source, tag=tag, timeout=timeout)
 
 
 def batch_isend_irecv(operations: Iterable[SendOrReceive]) -> list[Work]:
@@ -343,7 +374,7 @@ def channel(
 
     With a process group, `peer` is a global rank, as in c10d.
     """
-    return _find(group).channel(_rank_in(group, peer), like=like, tag=tag, timeout=timeout)
+    return _find(group, timeout).channel(_rank_in(group, peer), like=like, tag=tag, timeout=timeout)
 
 
 class _Entry:
