@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import shutil
 import sys
@@ -120,6 +121,20 @@ def compare(
     raise typer.Exit(any(change.verdict == "slower" for change in found))
 
 
+def require_torch() -> None:
+    """Find out here, rather than on every rank, that torch is missing.
+
+    Raises:
+        ModuleNotFoundError: It is.
+    """
+    try:
+        found = importlib.util.find_spec("torch")
+    except ValueError:  # A stand-in without a spec.
+        found = None
+    if found is None:
+        raise ModuleNotFoundError("No module named 'torch'", name="torch")
+
+
 def _run(
     name: str,
     ranks: int,
@@ -149,6 +164,7 @@ def _run(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     if not is_rank():
+        require_torch()
         try:
             start_ranks(ranks, ["-m", "torch_nixl.cli.main", *sys.argv[1:]])
         except RanksFailed as error:

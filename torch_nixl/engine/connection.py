@@ -421,9 +421,8 @@ class Connection:
                 exposed.check_quarantine()
         if now >= self._next_mending:
             self._next_mending = now + MENDING_SECONDS
-            for operation in self.operations.all():
-                if operation.done:
-                    operation.mend()
+            for operation in list(self.operations.ended):
+                operation.mend()
         self.contacts.look_after(now, waited_for)
         self.registry.collect()
         for callback in self._tickers:

@@ -242,6 +242,8 @@ class Operation:
                 return False
             self._error = error
             self._done = True
+            if not self._released:
+                self._connection.operations.ended[self] = None
             waiters, self._waiters = self._waiters, []
             callbacks, self._callbacks = self._callbacks, []
             if callbacks:

@@ -32,6 +32,7 @@ class OperationTable:
         transfers: Those that move bytes, or wait for leave to.
         busy: Exposed memory that a peer was granted, or may still touch; and what else waits for
             a peer that is to be pinged.
+        ended: Those that are done and not released yet.
         watched: Those whose end is waited for by somebody who doesn't poll.
     """
 
@@ -48,6 +49,7 @@ class OperationTable:
         self.transfers: dict[TransferOperation, None] = {}
         self.busy: dict[Operation, None] = {}
         self.watched: dict[Operation, None] = {}
+        self.ended: dict[Operation, None] = {}
 
     def __len__(self) -> int:
         return len(self._all)
@@ -106,6 +108,7 @@ class OperationTable:
     def remove(self, operation: Operation) -> None:
         """Let go of a released operation."""
         with self._lock:
+            self.ended.pop(operation, None)
             if self._all.pop(operation, self) is self:
                 return
             self.watched.pop(operation, None)
