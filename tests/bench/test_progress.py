@@ -15,6 +15,7 @@ def test_a_terminal_sees_what_runs_and_the_time_left(
     monkeypatch: pytest.MonkeyPatch, rank: int, is_shown: bool
 ) -> None:
     screen = io.StringIO()
+    monkeypatch.setenv("TERM", "xterm")
 
     def console(*, stderr: bool) -> Console:
         assert stderr

@@ -84,6 +84,7 @@ def test_b10_b13_a_refused_registration_is_an_error_and_leaves_nothing(
         raise RegistrationError(f"refused {region}")
 
     gc.collect()
+    two.a.connection.registry.collect()
     before = two.a.connection.statistics()
     with monkeypatch.context() as patch:
         patch.setattr(two.a.connection.adapter, "register", refuse)

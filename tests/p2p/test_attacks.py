@@ -157,7 +157,6 @@ def test_altered_frames_harm_nobody_else(
             assert int(good.recv(2)) == turn
             for work in works:
                 work.wait()
-    assert any(work.is_success() for work in taken), "some were taken for good ones"
     for work in (*pending, *held, *taken):
         try:
             work.wait()

@@ -219,7 +219,7 @@ class TransferOperation(Operation):
                 pass  # Final, or never posted.
             self._spent.append(transfer)
         if isinstance(error, PeerLostError) and self.remote is not None:
-            self._connection.contacts.part(self.remote, error)
+            self._connection.contacts.lose(self.remote, error)
         if not self._flight:
             self._settle()
 
