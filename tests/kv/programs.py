@@ -194,8 +194,10 @@ def killed(rank: Rank) -> str:
         waiting = peer.prefill.server.offer("never", [5], 16)
         peer.store.set("ticket/never", waiting.ticket)
         peer.say("ready")
+        peer.hear("half", 0)  # Not before its requests have come as far.
         os.kill(os.getpid(), signal.SIGKILL)
     peer.hear("ready", 1)
+    peer.say("half")
     names = _errors(requests, 15.0)
     assert names == ["PeerLostError"] * 4, names
     for request in requests:
