@@ -77,7 +77,22 @@ class Dispatcher:
             if keyed is not None:
                 keyed.on_key(sender)
                 return
-        frame = self._connection.codec.unpack(sender, data)
+        codec = self._connection.codec
+        kind, body = codec.open(sender, data)
+        if kind >= wire.FIRST_RAW_KIND:
+            remote = self._contacts.get(sender) or self._contacts.hear_again(sender, now)
+            if remote is None:
+                raise MetadataError(f"frame of kind {kind} from an agent that has not said HELLO")
+            remote.hear(now)
+            handler = self._handlers.get(kind)
+            if handler is None:
+                raise MetadataError(f"frames of kind {kind} are not spoken here")
+            handler(remote, body)
+        else:
+            self._take_in_own(sender, codec.read(kind, body), now)
+
+    def _take_in_own(self, sender: str, frame: wire.Frame, now: float) -> None:
+        """Take in a frame of this layer."""
         if isinstance(frame, wire.Hello):
             self._contacts.on_hello(sender, frame, now)
             return
@@ -90,11 +105,6 @@ class Dispatcher:
             raise MetadataError(f"{type(frame).__name__} from an agent that has not said HELLO")
         remote.hear(now)
         match frame:
-            case wire.RawFrame():
-                handler = self._handlers.get(frame.kind)
-                if handler is None:
-                    raise MetadataError(f"frames of kind {frame.kind} are not spoken here")
-                handler(remote, frame.body)
             case wire.Claim():
                 self._on_claim(remote, frame)
             case wire.Done():

@@ -416,7 +416,7 @@ class Progress:
         # [Note: kicks] Waking a thread costs more than a small transfer, and whoever starts one
         # mostly waits for it, too. So for a while after anything happened this thread looks again
         # every WAIT_SECONDS by itself, and only a thread that rests for longer is woken.
-        alert_until = 0.0
+        alert_until = kicked_until = 0.0
         pause = 0.0
         while not self._stopping:
             self._wake.clear()
@@ -439,8 +439,8 @@ class Progress:
             if inline:
                 # A thread polls, and waits for what it starts. Waking more often than this, we
                 # would only take its GIL.
-                longest: float | None = WAIT_SECONDS if now < alert_until else IDLE_SECONDS
-                pause = WAIT_SECONDS if now < alert_until else IDLE_SECONDS
+                longest: float | None = WAIT_SECONDS if now < kicked_until else IDLE_SECONDS
+                pause = WAIT_SECONDS if now < kicked_until else IDLE_SECONDS
             else:
                 longest = (
                     self._longest_sleep() if now < alert_until else self._driven.poll_interval()
@@ -452,7 +452,7 @@ class Progress:
                 self._resting = False
                 continue
             if self._wake.wait(None if longest is None else pause):
-                alert_until = time.monotonic() + ALERT_SECONDS
+                alert_until = kicked_until = time.monotonic() + ALERT_SECONDS
                 pause = 0.0
             self._resting = False
 

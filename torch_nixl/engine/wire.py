@@ -22,9 +22,9 @@ import hmac
 import itertools
 import struct
 import threading
-import zlib
 from collections import defaultdict
 from typing import Final
+from zlib import crc32
 
 from torch_nixl.engine.envelope import check_key_id, derive, key_id
 from torch_nixl.engine.frames import (
@@ -217,15 +217,24 @@ class Codec:
         return self._finish(kind, body, to)
 
     def unpack(self, sender: str, data: bytes) -> Frame | RawFrame:
-        """Check a frame and read it.
+        """Check a frame and read it: `open` and `read` in one.
 
         Args:
             sender: The agent that NIXL says it came from.
             data: The notification.
 
         Raises:
-            MetadataError: It is cut, altered, of another version, not authenticated as this codec
-                demands, meant for another agent, seen before, or says what makes no sense.
+            MetadataError: As those do.
+        """
+        kind, body = self.open(sender, data)
+        return RawFrame(kind, body) if kind >= FIRST_RAW_KIND else self.read(kind, body)
+
+    def open(self, sender: str, data: bytes) -> tuple[int, bytes]:
+        """Check a frame, and return its kind and body.
+
+        Raises:
+            MetadataError: It is cut, altered, of another version or an unknown kind, not
+                authenticated as this codec demands, meant for another agent, or seen before.
         """
         if not HEADER_NBYTES <= len(data) <= MAX_FRAME:
             raise MetadataError(
@@ -250,7 +259,7 @@ class Codec:
             raise MetadataError("only one of the two ends binds frames to names")
         body = data[HEADER_NBYTES:]
         if self._keyed is None:
-            checksum = zlib.crc32(body[:CHECKED_NBYTES], zlib.crc32(data[: _HEADER.size]))
+            checksum = crc32(body[:CHECKED_NBYTES], crc32(data[: _HEADER.size]))
             genuine = data[_HEADER.size : HEADER_NBYTES] == _CHECKSUM.pack(checksum)
         else:
             expected = self._mac(data[: _HEADER.size], body, sender, self._name)
@@ -261,15 +270,21 @@ class Codec:
             )
         if self._keyed is not None:
             self._check_news(sender, incarnation, counter)
-        if FIRST_RAW_KIND <= kind <= LAST_RAW_KIND:
-            return RawFrame(kind, body)
-        frame = FRAMES.get(kind)
-        if frame is None:
+        if not FIRST_RAW_KIND <= kind <= LAST_RAW_KIND and kind not in FRAMES:
             raise MetadataError(f"frame has kind {kind}, which version 1 does not know")
+        return kind, body
+
+    def read(self, kind: int, body: bytes) -> Frame:
+        """Read the body of a frame of this layer.
+
+        Raises:
+            MetadataError: It says what makes no sense.
+        """
+        frame = FRAMES[kind]
         size = frame.FIXED.size
-        if not size <= nbytes <= size + frame.MAX_TAIL:
+        if not size <= len(body) <= size + frame.MAX_TAIL:
             raise MetadataError(
-                f"frame of kind {kind} has a body of {nbytes} bytes; it has to be {size} to "
+                f"frame of kind {kind} has a body of {len(body)} bytes; it has to be {size} to "
                 f"{size + frame.MAX_TAIL}"
             )
         try:
@@ -293,25 +308,20 @@ class Codec:
     def _finish(self, kind: int, body: bytes, to: str) -> bytes:
         if bool(to) is not bool(self._name):
             raise ValueError("a codec with a name has to say whom a frame is for, others must not")
-        head = _HEADER.pack(
-            MAGIC,
-            VERSION,
-            kind,
-            self._key_id,
-            self._flags,
-            0,
-            len(body),
-            0,
-            self._incarnation,
-            0 if self._keyed is None else self._sequencers[to].next(),
-        )
-        return head + self._mac(head, body, self._name, to) + body
-
-    def _mac(self, head: bytes, body: bytes, sender: str, receiver: str) -> bytes:
+        counter = 0 if self._keyed is None else self._sequencers[to].next()
+        nbytes, flags, born = len(body), self._flags, self._incarnation
+        head = _HEADER.pack(MAGIC, VERSION, kind, self._key_id, flags, 0, nbytes, 0, born, counter)
         if self._keyed is None:
             # Against accidents only. Binding names would add nothing: whoever can alter a frame
             # can make its checksum fit.
-            return _CHECKSUM.pack(zlib.crc32(body[:CHECKED_NBYTES], zlib.crc32(head)))
+            checksum = crc32(
+                body if nbytes <= CHECKED_NBYTES else body[:CHECKED_NBYTES], crc32(head)
+            )
+            return head + _CHECKSUM.pack(checksum) + body
+        return head + self._mac(head, body, self._name, to) + body
+
+    def _mac(self, head: bytes, body: bytes, sender: str, receiver: str) -> bytes:
+        assert self._keyed is not None
         if self._name:
             # NIXL's names may hold any characters, so the first one's length keeps them apart.
             first = sender.encode("utf-8", "surrogatepass")

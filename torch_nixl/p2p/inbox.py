@@ -112,8 +112,10 @@ class Inbox:
                 receive.break_off(message if message.data is None else None, error)
             raise
         try:
+            receive.attended = 1  # Its caller moves it, too: no other thread need be woken.
             self._connection.progress.spin(receive.has_begun, SPIN_SECONDS)
         finally:
+            receive.attended = 0
             # Also when a signal handler or an abort interrupts.
             with self._lock:
                 if not receive.matched:

@@ -68,7 +68,11 @@ class Layout:
 
     def stretches(self, start: int, stop: int) -> list[Stretch]:
         """Bytes `start` to `stop`, by kind of memory."""
-        parts = stretches([(held.memory.kind, count) for held, count in self.regions], self.spans)
+        if len(self.regions) == 1:
+            parts = [(self.regions[0][0].memory.kind, self.spans)]
+        else:
+            kinds = [(held.memory.kind, count) for held, count in self.regions]
+            parts = stretches(kinds, self.spans)
         return parts if start == 0 and stop == self.nbytes else cut(parts, start, stop)
 
     def after(self, start: int) -> Layout:
@@ -76,6 +80,8 @@ class Layout:
         if start == 0:
             return self
         [(_, spans)] = cut([(self.regions[0][0].memory.kind, self.spans)], start, self.nbytes)
+        if len(self.spans) == 1:
+            return Layout(self.regions, spans, self.nbytes - start)
         dropped = len(self.spans) - len(spans)
         regions: list[tuple[RegisteredMemory, int]] = []
         for held, count in self.regions:

@@ -97,7 +97,8 @@ class MoveOperation(TransferOperation):
         except BaseException:
             self._release()
             raise
-        connection.progress.kick()
+        if not self._owner.attended:
+            connection.progress.kick()
 
     def _advance(self) -> bool:
         if not self._told and not self._done:

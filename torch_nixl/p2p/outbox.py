@@ -116,7 +116,8 @@ class Outbox:
                 self._hold(operation)
             else:
                 self._submit(operation)
-        self._connection.progress.kick()
+        if not operation.waiting:
+            self._connection.progress.kick()
 
     def _submit(self, operation: SendOperation) -> None:
         cost = self._cost(operation)

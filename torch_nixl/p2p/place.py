@@ -22,6 +22,7 @@ _COUNT: Final = struct.Struct("<I")
 _ONE: Final = _COUNT.pack(1)
 _REGION: Final = struct.Struct("<IIII")
 _SPAN: Final = struct.Struct("<QQQ")
+_ONE_SPAN: Final = struct.Struct("<IIIIQQQ")
 _MEMORY_KINDS: Final = (MemoryKind.DRAM, MemoryKind.VRAM)
 
 Stretch = tuple[MemoryKind, Spans]
@@ -60,7 +61,10 @@ class Place:
 
     def stretches(self, start: int, stop: int) -> list[Stretch]:
         """Bytes `start` to `stop`, by kind of memory."""
-        parts = stretches([(one.kind, one.num_spans) for one in self.regions], self.spans)
+        if len(self.regions) == 1:
+            parts = [(self.regions[0].kind, self.spans)]
+        else:
+            parts = stretches([(one.kind, one.num_spans) for one in self.regions], self.spans)
         return parts if start == 0 and stop == self.nbytes else cut(parts, start, stop)
 
 
@@ -68,8 +72,8 @@ def pack_place(regions: Sequence[PlacedRegion], spans: Spans) -> bytes:
     """Return the bytes of a `Place`."""
     if len(spans) == 1:
         [(kind, number, _, blob)] = regions
-        head = _REGION.pack(_MEMORY_KINDS.index(kind), number, 1, len(blob))
-        return _ONE + head + _SPAN.pack(*spans.tolist()[0]) + blob
+        head = _MEMORY_KINDS.index(kind), number, 1, len(blob)
+        return _ONE + _ONE_SPAN.pack(*head, *spans.tolist()[0]) + blob
     parts = [_COUNT.pack(len(regions))]
     for kind, number, num_spans, blob in regions:
         parts.append(_REGION.pack(_MEMORY_KINDS.index(kind), number, num_spans, len(blob)))
@@ -88,6 +92,10 @@ def parse_place(body: bytes, at: int) -> Place:
         raise MetadataError("frame is cut: no place")
     [num_regions] = _COUNT.unpack_from(body, at)
     at += _COUNT.size
+    if num_regions == 1 and len(body) >= at + _ONE_SPAN.size:
+        kind, number, count, blob_nbytes, *span = _ONE_SPAN.unpack_from(body, at)
+        if count == 1:
+            return _one_span(kind, number, blob_nbytes, body[at + _ONE_SPAN.size :], *span)
     heads_end = at + _REGION.size * num_regions
     if not 1 <= num_regions <= MAX_SPANS or len(body) < heads_end:
         raise MetadataError("place is cut, or has a number of regions that is not allowed")
@@ -106,19 +114,25 @@ def parse_place(body: bytes, at: int) -> Place:
         regions.append(PlacedRegion(_MEMORY_KINDS[kind], number, count, blob))
     if blob_at != len(body):
         raise MetadataError("place has parts that don't add up to its frame")
-    if num_spans == 1:
-        address, nbytes, device_id = _SPAN.unpack_from(body, at)
-        spans = algebra.row(address, nbytes, device_id)
-        smallest = total = nbytes
-        fits = address + nbytes <= algebra.ADDRESS_LIMIT
-    else:
-        spans = np.frombuffer(body, "<u8", 3 * num_spans, at).reshape(-1, 3).astype(np.uint64)
-        smallest, total = int(spans[:, 1].min()), algebra.total(spans[:, :2])
-        ends = spans[:, 0] + spans[:, 1]
-        fits = bool(np.all((ends >= spans[:, 0]) | (ends == 0)))
+    spans = np.frombuffer(body, "<u8", 3 * num_spans, at).reshape(-1, 3).astype(np.uint64)
+    smallest, total = int(spans[:, 1].min()), algebra.total(spans[:, :2])
+    ends = spans[:, 0] + spans[:, 1]
+    fits = bool(np.all((ends >= spans[:, 0]) | (ends == 0)))
     if not smallest or total >= algebra.MAX_TOTAL or not fits:
         raise MetadataError("place has an empty span, or one beyond all addresses")
     return Place(tuple(regions), spans, total)
+
+
+def _one_span(
+    kind: int, number: int, blob_nbytes: int, blob: bytes, address: int, nbytes: int, device_id: int
+) -> Place:
+    """The common case, checked in the same way."""
+    if kind >= len(_MEMORY_KINDS) or blob_nbytes > MAX_BLOB or blob_nbytes != len(blob):
+        raise MetadataError("place has a kind or a size that is not allowed")
+    if not 0 < nbytes < algebra.MAX_TOTAL or address + nbytes > algebra.ADDRESS_LIMIT:
+        raise MetadataError("place has an empty span, or one beyond all addresses")
+    region = PlacedRegion(_MEMORY_KINDS[kind], number, 1, blob)
+    return Place((region,), algebra.row(address, nbytes, device_id), nbytes)
 
 
 def stretches(kinds: Sequence[tuple[MemoryKind, int]], spans: Spans) -> list[Stretch]:
@@ -146,6 +160,12 @@ def stretches(kinds: Sequence[tuple[MemoryKind, int]], spans: Spans) -> list[Str
 
 def cut(parts: Sequence[Stretch], start: int, stop: int) -> list[Stretch]:
     """Return bytes `start` to `stop` of what the stretches describe together."""
+    if len(parts) == 1 and len(parts[0][1]) == 1:
+        # The common case without numpy, whose calls take microseconds.
+        [(kind, spans)] = parts
+        [[address, nbytes, device_id]] = spans.tolist()
+        size = min(stop, nbytes) - start
+        return [(kind, algebra.row(address + start, size, device_id))] if size > 0 else []
     result: list[Stretch] = []
     at = 0
     for kind, spans in parts:

@@ -297,6 +297,8 @@ def parse_intro(body: bytes) -> tuple[int, int]:
 
 def pack_end(context: int, number: int, outcome: Outcome, text: str = "") -> bytes:
     """A body of DONE or FILLED."""
+    if not text:
+        return _END.pack(context, number, outcome)
     data = text.encode("utf-8", "replace")[:MAX_TEXT].decode("utf-8", "ignore").encode()
     return _END.pack(context, number, outcome) + data
 
