@@ -91,9 +91,10 @@ class Strided:
         return algebra.overlaps(self.build())
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+# Not frozen, which would triple the time of making one: a tree has hundreds.
+@dataclass(slots=True, eq=False)
 class Memory:
-    """Memory as the engine sees it. Holding it keeps the bytes in place and alive.
+    """Memory as the engine sees it. Holding it keeps the bytes in place and alive. A value.
 
     Attributes:
         kind: `MemoryKind.DRAM` or `MemoryKind.VRAM`.
@@ -133,7 +134,7 @@ class Memory:
         layout = self.layout
         if isinstance(layout, Strided):
             layout = layout.build()
-            object.__setattr__(self, "layout", layout)
+            self.layout = layout
         return layout
 
     @property

@@ -213,9 +213,11 @@ class TreeLanding:
             return False
         ranges: list[tuple[int, int]] = []
         for tensor in self.tensors:
-            itemsize = tensor.element_size()
-            strides = [stride * itemsize for stride in tensor.stride()]
-            low, high = algebra.bounds(tensor.shape, strides, itemsize)
+            low, high = 0, tensor.nbytes
+            if not tensor.is_contiguous():
+                itemsize = tensor.element_size()
+                strides = [stride * itemsize for stride in tensor.stride()]
+                low, high = algebra.bounds(tensor.shape, strides, itemsize)
             if low < high:
                 ranges.append((tensor.data_ptr() + low, tensor.data_ptr() + high))
         ranges.sort()
