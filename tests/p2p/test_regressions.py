@@ -219,12 +219,7 @@ def alarms(rng: random.Random) -> Iterator[Callable[[], None]]:
 
 # Where a finalizer is interrupted, Python can only tell that it was.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize(
-    # Offered messages: about one run in ten still leaves a receive's memory held until the end,
-    # where the interrupt falls between two steps of an end. See docs/p2p.md, Errors.
-    "count",
-    [pytest.param(1, id="eager"), pytest.param(LARGE, id="offered", marks=pytest.mark.soak)],
-)
+@SIZES
 def test_interrupts_at_any_moment_stop_nothing_for_good(world: World, count: int) -> None:
     a, b = met(world)
     tag = 0

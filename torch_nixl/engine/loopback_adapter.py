@@ -25,6 +25,7 @@ from torch_nixl.errors import (
     MetadataError,
     PeerLostError,
     RegistrationError,
+    TorchNixlError,
 )
 
 Call: TypeAlias = Literal["register", "add_remote", "notify", "prepare", "post"]
@@ -248,10 +249,20 @@ class LoopbackAdapter:
             lost = PeerLostError("scripted: transfer failed", remote=link.target.name)
             self._fail("post", lost, link)
             transfer.notified = bool(notification)
-            transfer.job = Job(link, transfer.direction, deque(transfer.pieces), notification)
-            if self.agent.alive:
-                self._world.start(transfer.job)
-            return self._observe(transfer)
+            job = Job(link, transfer.direction, deque(transfer.pieces), notification)
+            transfer.job = job
+            try:
+                if self.agent.alive:
+                    self._world.start(job)
+                return self._observe(transfer)
+            except TorchNixlError:
+                raise
+            except BaseException:
+                # Interrupted by a signal, which the library's own call can't be: not posted.
+                transfer.job, transfer.done = None, False
+                if job in self.agent.jobs:
+                    self.agent.jobs.remove(job)
+                raise
 
     def poll(self, transfer: Any) -> bool:
         with self._world.lock:

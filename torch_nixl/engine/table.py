@@ -106,27 +106,31 @@ class OperationTable:
             self._keys[key] = operation
 
     def remove(self, operation: Operation) -> None:
-        """Let go of a released operation."""
+        """Let go of a released operation.
+
+        May be interrupted anywhere, and called again: what finds it for that goes last.
+        """
         with self._lock:
+            if operation in self._all:
+                self.watched.pop(operation, None)
+                if isinstance(operation, PassiveOperation):
+                    self._offers.pop(operation.key, None)
+                    self.busy.pop(operation, None)
+                    if operation.foreign_key:
+                        self._keys.pop(operation.foreign_key, None)
+                    self._ended[operation.key] = operation.grant.reason or wire.Reason.UNKNOWN
+                    while len(self._ended) > MAX_ENDED:
+                        self._ended.popitem(last=False)
+                elif isinstance(operation, TransferOperation):
+                    self.transfers.pop(operation, None)
+                    if isinstance(operation, ActiveOperation):
+                        self._claims.pop(operation.claim, None)
+                    if operation.counted:
+                        assert operation.remote is not None
+                        operation.counted = False  # Without a call before the other one.
+                        operation.remote.flight -= 1
+                self._all.pop(operation, None)
             self.ended.pop(operation, None)
-            if self._all.pop(operation, self) is self:
-                return
-            self.watched.pop(operation, None)
-            if isinstance(operation, PassiveOperation):
-                self._offers.pop(operation.key, None)
-                self.busy.pop(operation, None)
-                if operation.foreign_key:
-                    self._keys.pop(operation.foreign_key, None)
-                self._ended[operation.key] = operation.grant.reason or wire.Reason.UNKNOWN
-                while len(self._ended) > MAX_ENDED:
-                    self._ended.popitem(last=False)
-            elif isinstance(operation, TransferOperation):
-                self.transfers.pop(operation, None)
-                if operation.counted:
-                    assert operation.remote is not None
-                    operation.remote.flight -= 1
-                if isinstance(operation, ActiveOperation):
-                    self._claims.pop(operation.claim, None)
 
     def overdue(self, now: float) -> list[Operation]:
         """Operations whose deadline has passed. Each is returned once, unless a thread waits."""

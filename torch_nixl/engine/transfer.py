@@ -108,7 +108,8 @@ class TransferOperation(Operation):
         self._flight: deque[tuple[Transfer, int]] = deque()
         self._frame = frame
         self._message = b""
-        self._spent: list[Transfer] = []
+        # A set, in order: one may come twice where an interrupt fell between two steps.
+        self._spent: dict[Transfer, None] = {}
         self._attending = threading.RLock()
         self._advancing = False
         self.counted = False
@@ -150,9 +151,10 @@ class TransferOperation(Operation):
             # In order of posting: they complete in that order but for rare exceptions.
             polls = POLLS if flight else 0
             while polls and flight:
-                if adapter.poll(flight[0][0]):
-                    transfer, nbytes = flight.popleft()
-                    self._spent.append(transfer)
+                transfer, nbytes = flight[0]
+                if adapter.poll(transfer):
+                    self._spent[transfer] = None
+                    flight.popleft()
                     self.moved_nbytes += nbytes
                     moved = True
                 else:
@@ -200,8 +202,8 @@ class TransferOperation(Operation):
         self._flight.append(self._ready)
         self._ready = None
         if self._connection.adapter.post(transfer):
+            self._spent[transfer] = None
             self._flight.pop()
-            self._spent.append(transfer)
             self.moved_nbytes += nbytes
 
     def _break(self, error: TorchNixlError) -> None:
@@ -217,7 +219,7 @@ class TransferOperation(Operation):
                     continue
             except Exception:  # noqa: BLE001 - the first error is the one that is reported
                 pass  # Final, or never posted.
-            self._spent.append(transfer)
+            self._spent[transfer] = None
         if isinstance(error, PeerLostError) and self.remote is not None:
             self._connection.contacts.lose(self.remote, error)
         if not self._flight:
@@ -232,9 +234,9 @@ class TransferOperation(Operation):
         self._release_spent()
 
     def _release_spent(self) -> None:
-        spent, self._spent = self._spent, []
+        spent, self._spent = self._spent, {}
         if self._ready is not None:
-            spent.append(self._ready[0])
+            spent[self._ready[0]] = None
             self._ready = None
         with contextlib.suppress(ClosedError):  # Closing has freed them.
             for transfer in spent:

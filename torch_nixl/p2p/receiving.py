@@ -398,14 +398,19 @@ class ReceiveOperation(Operation):
         if self._moves or self._pushed or self._starting:
             self._tell_part()
             return
-        with self._exchange.lock:
-            message, self._message = self._message, None
-        if message is None:
-            return
+        message = None
         try:
-            self._finish_message(message)
+            with self._exchange.lock:
+                message, self._message = self._message, None
+            if message is not None:
+                self._finish_message(message)
         except BaseException as interrupt:
-            self.break_off(None, interrupt)
+            if message is not None:
+                # The sender may have been told, or not. Twice does no harm.
+                if self._reading:
+                    error = self._error or self._failure
+                    self._exchange.inbox.tell_done(message, *outcome_of(error))
+                self.break_off(None, interrupt)
             raise
 
     def _finish_message(self, message: Message) -> None:
@@ -413,6 +418,7 @@ class ReceiveOperation(Operation):
         error = self._error or self._failure
         if self._reading:
             self._exchange.inbox.tell_done(message, *outcome_of(error))
+            self._reading = False
         target, self._target = self._target, None
         if error is None and target is not None:
             self._size = message.description.nbytes
