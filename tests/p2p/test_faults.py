@@ -213,3 +213,17 @@ def test_a_rank_that_is_alone_under_torchrun_times_out() -> None:
         check=True,
     )
     assert "not all ranks came to the store" in done.stdout
+
+
+def test_small_message_that_can_not_leave_is_not_reported_as_sent(
+    world: World, fabric: LoopbackFabric
+) -> None:
+    a, b = world()
+    a.send(torch.ones(1), 1)
+    b.recv(0)
+    a.connection.progress.stop()  # Nobody but the caller looks at what it sends.
+    fabric.fail_next(adapter_of(a), "notify")
+    for number in range(2):
+        with pytest.raises(PeerLostError, match="rank 1") as caught:
+            a.send(torch.full((1,), float(number)), 1)
+        assert caught.value.rank == 1

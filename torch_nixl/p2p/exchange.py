@@ -266,10 +266,23 @@ class Exchange:
             raise closed
 
     def check(self, peer: Peer) -> None:
+        """Refuse to send where nothing can be sent any more.
+
+        Raises:
+            ClosedError: This side has ended.
+            PeerLostError: The peer has, or the way to it is broken.
+        """
         if self.closed is not None or self.connection.closed:
             self.check_open()
         if peer.error is not None:
             raise PeerLostError(str(peer.error), remote=peer.remote.name, rank=peer.rank)
+        if peer.remote.broken is not None:
+            raise self.broken(peer)
+
+    def broken(self, peer: Peer) -> PeerLostError:
+        """Why nothing more can be sent to a peer, which counts as lost in a moment."""
+        why = f"rank {peer.rank} can't be sent to: {peer.remote.broken}"
+        return PeerLostError(why, remote=peer.remote.name, rank=peer.rank)
 
     def poison(self, error: BaseException) -> None:
         """Take no more calls: a stream went on although what it waited for has failed."""

@@ -98,6 +98,8 @@ class Outbox:
                     self._take_back(peer, tag, cost, credited)
                     raise
                 self._send_eager(peer, description, body)
+                if peer.remote.broken is not None:
+                    raise self._exchange.broken(peer)  # It has not left.
                 return number
             operation = SendOperation(self._exchange, peer, tag, description, tensor, (), deadline)
             if held:
@@ -241,7 +243,7 @@ class Outbox:
             what = operation.description
             body = self._pack(operation.tag, operation.number, flags, what, operation.tensor)
             self._send_eager(peer, what, body)
-            operation.sent()
+            operation.sent(None if peer.remote.broken is None else self._exchange.broken(peer))
             return True
         body = operation.offer(flags)
         self.sends[operation.number] = operation

@@ -14,6 +14,7 @@ from torch_nixl.engine.operation import Operation
 from torch_nixl.engine.registry import RegisteredMemory
 from torch_nixl.errors import (
     ClosedError,
+    PeerLostError,
     TorchNixlError,
     TransferCancelled,
     TransferError,
@@ -187,9 +188,9 @@ class SendOperation(Operation):
         self.state = State.SENT
         return body
 
-    def sent(self) -> None:
-        """It has left in its frame, and that was all."""
-        self._end(None)
+    def sent(self, error: PeerLostError | None) -> None:
+        """It has left in its frame, and that was all; or it could not."""
+        self._end(error)
 
     # What the receiver says. Runs in the driver.
 
