@@ -1,8 +1,9 @@
-"""Fixtures for all tests: processes that stay warm."""
+"""Fixtures for all tests: processes that stay warm, and devices that are slow."""
 
 from __future__ import annotations
 
 import faulthandler
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 # Before anything imports it, so that a failing check says what it compared.
 pytest.register_assert_rewrite("torch_nixl._testing")
 
-from torch_nixl.testing import RankPool  # noqa: E402
+from torch_nixl.testing import FakeDevice, RankPool  # noqa: E402 - after the line above
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -25,3 +26,16 @@ def rank_pool() -> Iterator[RankPool]:
     """Four warm ranks, started as needed: `rank_pool.run(fn, world_size=2)` uses two of them."""
     with RankPool(4) as pool:
         yield pool
+
+
+@pytest.fixture
+def device() -> FakeDevice:
+    return FakeDevice()
+
+
+@pytest.fixture
+def slow() -> Iterator[threading.Event]:
+    """What a slow kernel waits for. Set at the end, so that no stream's thread is left behind."""
+    event = threading.Event()
+    yield event
+    event.set()

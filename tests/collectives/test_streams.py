@@ -7,11 +7,11 @@ would never return.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 
 import pytest
 import torch
 import torch.distributed as dist
+from slow_streams import SECONDS, queued, wait_on
 
 from collectives.conftest import World
 from torch_nixl import collectives as c
@@ -19,29 +19,9 @@ from torch_nixl.collectives import CollectiveWork
 from torch_nixl.collectives.reduction import ReduceOp
 from torch_nixl.errors import PoisonedError, TorchNixlError, TransferError, TransferTimeout
 from torch_nixl.p2p.communicator import Communicator
-from torch_nixl.testing import FakeDevice, FakeStream
+from torch_nixl.testing import FakeDevice
 
-SECONDS = 20.0
 COUNT = 5000
-
-
-@pytest.fixture
-def slow() -> Iterator[threading.Event]:
-    """What a slow kernel waits for. Set at the end, so that no stream's thread is left behind."""
-    event = threading.Event()
-    yield event
-    event.set()
-
-
-def wait_on(event: threading.Event) -> None:
-    assert event.wait(SECONDS)
-
-
-def queued(stream: FakeStream, tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Queue a kernel that reads a tensor; return where it puts what it saw."""
-    seen: list[torch.Tensor] = []
-    stream.launch(lambda: seen.append(tensor.clone()))
-    return seen
 
 
 def some(work: CollectiveWork | None) -> CollectiveWork:

@@ -28,11 +28,6 @@ def ends() -> Iterator[tuple[Connection, Connection]]:
 
 
 @pytest.fixture
-def device() -> FakeDevice:
-    return FakeDevice()
-
-
-@pytest.fixture
 def slow(device: FakeDevice) -> Iterator[threading.Event]:
     """The default stream is busy until this is set."""
     event = threading.Event()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from slow_streams import SECONDS, queued, wait_on
 
 from p2p.conftest import World
 from torch_nixl.errors import (
@@ -19,37 +20,12 @@ from torch_nixl.errors import (
 )
 from torch_nixl.p2p import protocol
 from torch_nixl.p2p.channel import Channel
-from torch_nixl.testing import FakeDevice, FakeStream
+from torch_nixl.testing import FakeDevice
 
 SMALL = 10
 LARGE = 4 * protocol.EAGER_NBYTES
 SIZES = pytest.mark.parametrize("count", [SMALL, LARGE], ids=["small", "large"])
 STRIDES = pytest.mark.parametrize("strided", [False, True], ids=["dense", "strided"])
-SECONDS = 20.0
-
-
-@pytest.fixture
-def device() -> FakeDevice:
-    return FakeDevice()
-
-
-@pytest.fixture
-def slow() -> Iterator[threading.Event]:
-    """What a slow kernel waits for. Set at the end, so that no stream's thread is left behind."""
-    event = threading.Event()
-    yield event
-    event.set()
-
-
-def wait_on(event: threading.Event) -> None:
-    assert event.wait(SECONDS)
-
-
-def queued(stream: FakeStream, tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Queue a kernel that reads a tensor; return where it puts what it saw."""
-    seen: list[torch.Tensor] = []
-    stream.launch(lambda: seen.append(tensor.clone()))
-    return seen
 
 
 def zeros(device: FakeDevice, count: int, *, strided: bool = False) -> torch.Tensor:

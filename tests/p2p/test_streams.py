@@ -10,11 +10,11 @@ import contextlib
 import gc
 import threading
 import weakref
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from slow_streams import SECONDS, queued, wait_on
 
 from p2p.conftest import World
 from torch_nixl.errors import (
@@ -29,36 +29,11 @@ from torch_nixl.p2p import ordered, protocol
 from torch_nixl.p2p.communicator import Communicator
 from torch_nixl.p2p.tensors import MismatchError
 from torch_nixl.p2p.work import Work
-from torch_nixl.testing import FakeDevice, FakeStream, LoopbackFabric
+from torch_nixl.testing import FakeDevice, LoopbackFabric
 
 SMALL = 10
 LARGE = 4 * protocol.EAGER_NBYTES
 SIZES = pytest.mark.parametrize("count", [SMALL, LARGE], ids=["small", "large"])
-SECONDS = 20.0
-
-
-@pytest.fixture
-def device() -> FakeDevice:
-    return FakeDevice()
-
-
-@pytest.fixture
-def slow() -> Iterator[threading.Event]:
-    """What a slow kernel waits for. Set at the end, so that no stream's thread is left behind."""
-    event = threading.Event()
-    yield event
-    event.set()
-
-
-def wait_on(event: threading.Event) -> None:
-    assert event.wait(SECONDS)
-
-
-def queued(stream: FakeStream, tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Queue a kernel that reads a tensor; return where it puts what it saw."""
-    seen: list[torch.Tensor] = []
-    stream.launch(lambda: seen.append(tensor.clone()))
-    return seen
 
 
 # Before.
