@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 from collections.abc import Callable, Generator
 
 import torch
 
 from torch_nixl.collectives.operation import CollectiveOperation
-from torch_nixl.p2p.ordered import end_future, torch_devices
+from torch_nixl.p2p.futures import end_future, torch_devices, until_ended
 
 
 class CollectiveWork:
@@ -120,19 +118,7 @@ class CollectiveWork:
 
     async def _await(self) -> list[torch.Tensor]:
         if not self.is_completed():
-            loop = asyncio.get_running_loop()
-            future: asyncio.Future[None] = loop.create_future()
-
-            def wake() -> None:
-                if not future.done():
-                    future.set_result(None)
-
-            def call() -> None:
-                with contextlib.suppress(RuntimeError):  # The loop has ended.
-                    loop.call_soon_threadsafe(wake)
-
-            self.add_done_callback(call)
-            await future
+            await until_ended(self.add_done_callback)
         self.synchronize()
         return self.result()
 

@@ -160,30 +160,6 @@ def _fill(device: StreamDevice, out: torch.Tensor) -> None:
     device.fill(tensor_memory(out), fill_byte(out.dtype))
 
 
-def torch_devices(order: StreamOrder | None) -> list[int | str | torch.device]:
-    """The devices that a future of an operation has to know."""
-    if order is None:
-        return []
-    return [one.torch_device for one in order.devices if one.torch_device is not None]
-
-
-def end_future(device: StreamDevice | None, end: Callable[[], None]) -> None:
-    """End a future by the right thread.
-
-    One with devices records events on them and calls what follows, which may do anything: nothing
-    for the driver, nor for the thread whose work gates wait for.
-    """
-    if device is None:
-        end()
-    else:
-        device.allocate(end, _report)
-
-
-def _report(error: BaseException | None) -> None:
-    if error is not None:
-        log.error("a future could not be ended: %r", error)
-
-
 def always() -> bool:
     """What is ready at once, but not in the calling thread."""
     return True

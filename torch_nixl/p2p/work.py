@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import copy
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
@@ -12,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torch_nixl.errors import TransferError
-from torch_nixl.p2p.ordered import end_future, torch_devices
+from torch_nixl.p2p.futures import end_future, torch_devices, until_ended
 from torch_nixl.p2p.protocol import Route
 from torch_nixl.p2p.receiving import ReceiveOperation
 from torch_nixl.p2p.sending import SendOperation
@@ -220,19 +218,7 @@ class Work:
 
     async def _await(self) -> torch.Tensor | None:
         if not self.is_completed():
-            loop = asyncio.get_running_loop()
-            future: asyncio.Future[None] = loop.create_future()
-
-            def wake() -> None:
-                if not future.done():
-                    future.set_result(None)
-
-            def call() -> None:
-                with contextlib.suppress(RuntimeError):  # The loop has ended.
-                    loop.call_soon_threadsafe(wake)
-
-            self.add_done_callback(call)
-            await future
+            await until_ended(self.add_done_callback)
         self.synchronize()
         return self.result()
 

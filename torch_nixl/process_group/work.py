@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from torch_nixl.engine.streams import device_of
 from torch_nixl.errors import TransferError
-from torch_nixl.p2p.ordered import end_future
+from torch_nixl.p2p.futures import end_future
 from torch_nixl.p2p.work import Work
 
 _NO_TIMEOUT = datetime.timedelta(0)
