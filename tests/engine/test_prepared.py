@@ -10,12 +10,13 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from torch_nixl.engine import prepared, remotes
+from torch_nixl.engine import indexed, remotes
 from torch_nixl.engine.adapter import Direction, Indices, MemoryKind, Spans
 from torch_nixl.engine.connection import Connection
+from torch_nixl.engine.indexed import IndexedRows, IndexedTransfer
 from torch_nixl.engine.loopback import LoopbackAdapter, LoopbackFabric
 from torch_nixl.engine.memory import tensor_memory
-from torch_nixl.engine.prepared import IndexedRows, IndexedTransfer, PreparedList
+from torch_nixl.engine.prepared import PreparedList
 from torch_nixl.engine.registry import RegisteredMemory
 from torch_nixl.engine.remotes import Contact, Remote
 from torch_nixl.errors import ClosedError, PeerLostError, TransferError
@@ -109,8 +110,8 @@ def test_rows_can_be_moved_again_without_a_look_up(
 
 
 def test_a_frame_follows_the_last_piece(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepared, "LONG_PIECE_BYTES", 3 * PAGE)
-    monkeypatch.setattr(prepared, "PIECE_BYTES", 2 * PAGE)
+    monkeypatch.setattr(indexed, "LONG_PIECE_BYTES", 3 * PAGE)
+    monkeypatch.setattr(indexed, "PIECE_BYTES", 2 * PAGE)
     seen: list[bool] = []
     every = list(range(NUM_PAGES))
     pair.b.route(

@@ -9,7 +9,8 @@ import numpy as np
 
 from torch_nixl.engine import spans as algebra
 from torch_nixl.engine.adapter import MemoryKind, Spans
-from torch_nixl.engine.prepared import IndexedRows, PreparedList
+from torch_nixl.engine.indexed import IndexedRows
+from torch_nixl.engine.prepared import PreparedList
 
 if TYPE_CHECKING:
     from torch_nixl.engine.connection import Connection

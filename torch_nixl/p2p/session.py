@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable
 
 from torch_nixl.engine.adapter import Direction
-from torch_nixl.engine.prepared import IndexedRows
+from torch_nixl.engine.indexed import IndexedRows
 from torch_nixl.engine.streams import order_of
 from torch_nixl.errors import (
     ClosedError,

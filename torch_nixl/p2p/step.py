@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from torch_nixl.engine.adapter import Direction
+from torch_nixl.engine.indexed import IndexedRows, IndexedTransfer
 from torch_nixl.engine.operation import Operation
-from torch_nixl.engine.prepared import IndexedRows, IndexedTransfer
 from torch_nixl.errors import TransferCancelled
 from torch_nixl.p2p.ordered import Ordered
 from torch_nixl.p2p.protocol import Route
