@@ -23,6 +23,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("torch_nixl.errors",),
     (
         "torch_nixl.engine.adapter",
+        "torch_nixl.engine.arrays",
         "torch_nixl.engine.blob",
         "torch_nixl.engine.envelope",
         "torch_nixl.engine.frames",
@@ -63,6 +64,7 @@ PURE = {
     "torch_nixl.collectives.protocol": frozenset[str](),
     "torch_nixl.errors": frozenset[str](),
     "torch_nixl.engine.adapter": frozenset({"numpy"}),
+    "torch_nixl.engine.arrays": frozenset({"numpy", "torch"}),
     "torch_nixl.engine.blob": frozenset({"numpy"}),
     "torch_nixl.engine.cuda_driver": frozenset({"cuda"}),
     "torch_nixl.engine.deferred": frozenset[str](),

@@ -14,9 +14,10 @@ import pytest
 import torch
 
 from torch_nixl.engine.adapter import Adapter, Direction, MemoryKind
+from torch_nixl.engine.arrays import as_memory
 from torch_nixl.engine.connection import Connection
 from torch_nixl.engine.loopback import LoopbackFabric
-from torch_nixl.engine.memory import Memory, address_memory, as_memory, tensor_memory
+from torch_nixl.engine.memory import Memory, address_memory, tensor_memory
 from torch_nixl.engine.nixl import NixlAdapter
 from torch_nixl.errors import (
     ClosedError,

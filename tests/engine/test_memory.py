@@ -25,12 +25,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from torch_nixl.engine import spans as algebra
 from torch_nixl.engine.adapter import MemoryKind
+from torch_nixl.engine.arrays import as_memory, buffer_memory
 from torch_nixl.engine.memory import (
     Memory,
-    _place,
     address_memory,
-    as_memory,
-    buffer_memory,
+    device_place,
     require_writable,
     tensor_memory,
 )
@@ -283,11 +282,11 @@ class TestTensorsAreRefused:
     @pytest.mark.parametrize("device", ["mps", "hpu", "xla"])
     def test_a_device_that_is_not_supported(self, device: str) -> None:
         with pytest.raises(ValueError, match=f"x: a tensor on {device}.*expected cpu, cuda or xpu"):
-            _place(torch.device(device), "x")
+            device_place(torch.device(device), "x")
 
     @pytest.mark.parametrize("device", ["cuda:1", "xpu:1"])
     def test_but_accelerators_are_device_memory(self, device: str) -> None:
-        assert _place(torch.device(device), "x") == (MemoryKind.VRAM, 1)
+        assert device_place(torch.device(device), "x") == (MemoryKind.VRAM, 1)
 
     @pytest.mark.gpu
     @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from torch_nixl.engine.adapter import Adapter, Direction, MemoryKind, Region, Registration
+from torch_nixl.engine.arrays import as_memory
 from torch_nixl.engine.connection import Connection
 from torch_nixl.engine.loopback import LoopbackFabric
-from torch_nixl.engine.memory import address_memory, as_memory, tensor_memory
+from torch_nixl.engine.memory import address_memory, tensor_memory
 from torch_nixl.engine.registry import PUBLIC_DEVICE_ID, RegisteredMemory, Registry
 from torch_nixl.errors import ClosedError, RegistrationError
 

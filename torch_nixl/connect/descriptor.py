@@ -15,7 +15,8 @@ from torch_nixl.connect.device import Device, DeviceKind
 from torch_nixl.connect.metadata import SerializedDescriptor
 from torch_nixl.engine import spans
 from torch_nixl.engine.adapter import MemoryKind
-from torch_nixl.engine.memory import Memory, address_memory, as_memory
+from torch_nixl.engine.arrays import as_memory
+from torch_nixl.engine.memory import Memory, address_memory
 from torch_nixl.errors import RegistrationError
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""From objects to memory: where the bytes of tensors, arrays and buffers lie, or why they can't go.
+"""From tensors to memory: where their bytes lie, or why they can't go. `arrays.py` has the others.
 
 Nothing here copies. Memory that isn't contiguous is described by its spans in row-major logical
 order, which are built when somebody asks for them: a transposed matrix has one for each element,
@@ -9,35 +9,18 @@ is the caller's.
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import operator
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from types import SimpleNamespace
+from dataclasses import dataclass, field
 from typing import SupportsIndex
 
-import numpy as np
-import numpy.typing as npt
 import torch
-from torch.utils.dlpack import from_dlpack
 
 from torch_nixl.engine import spans as algebra
 from torch_nixl.engine.adapter import MemoryKind, Spans
 
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 _DEVICE_KINDS = {"cpu": MemoryKind.DRAM, "cuda": MemoryKind.VRAM, "xpu": MemoryKind.VRAM}
-_OVERLAPPING = "some of its elements share memory (an expanded or overlapping view)"
-_READ_ONLY = "it is read-only"
-
-# DLPack: the device types that a CUDA array may name (CUDA, ROCm, CUDA managed; CPU, CUDA pinned,
-# ROCm pinned), and the flags of a versioned capsule, after its version (8 bytes) and two pointers.
-_DLPACK_KINDS = dict.fromkeys((2, 10, 13), MemoryKind.VRAM)
-_DLPACK_KINDS.update(dict.fromkeys((1, 3, 11), MemoryKind.DRAM))
-_DLPACK_FLAGS_OFFSET = 8 + 2 * ctypes.sizeof(ctypes.c_void_p)
-_DLPACK_READ_ONLY, _DLPACK_IS_COPY = 1, 2
-_CapsuleFunction = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)
-_capsule_pointer = _CapsuleFunction(("PyCapsule_GetPointer", ctypes.pythonapi))
+OVERLAPPING = "some of its elements share memory (an expanded or overlapping view)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,17 +127,6 @@ class Memory:
         return layout.num_spans if isinstance(layout, Strided) else len(layout)
 
 
-def as_memory(data: object, *, name: str = "data") -> Memory:
-    """Describe whatever `tensor_memory` or `buffer_memory` accept; return a `Memory` unchanged.
-
-    Numbers and tuples are never taken for addresses: that is `address_memory`.
-
-    Raises:
-        TypeError, ValueError: As those functions do.
-    """
-    return data if isinstance(data, Memory) else buffer_memory(data, name=name)
-
-
 def require_in_place(memory: Memory) -> None:
     """Refuse memory whose storage has moved or shrunk since it was described.
 
@@ -212,9 +184,9 @@ def address_memory(
     if kind is MemoryKind.DRAM and device_id != 0:
         raise ValueError(f"{name}: device_id: expected 0 for host memory, got {device_id}")
     if address or nbytes:
-        _check_range(address, nbytes, name)
+        check_range(address, nbytes, name)
     if not nbytes:
-        return _empty(kind, device_id, owner)
+        return empty_memory(kind, device_id, owner)
     spans = algebra.single(address, nbytes)
     return Memory(kind, device_id, spans, nbytes, address, nbytes, owner, None, True)
 
@@ -231,7 +203,7 @@ def tensor_memory(tensor: torch.Tensor, *, name: str = "tensor") -> Memory:
     if type(tensor) in _PLAIN_TYPES:
         return _tensor_memory(tensor, name)
     if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{name}: expected a torch.Tensor, got {_kind_of(tensor)}")
+        raise TypeError(f"{name}: expected a torch.Tensor, got {kind_name(tensor)}")
     # A subclass answers through its own methods; what counts here is the tensor underneath.
     with torch._C.DisableTorchFunctionSubclass():
         if hasattr(tensor, "__tensor_flatten__"):
@@ -246,47 +218,11 @@ def tensor_memory(tensor: torch.Tensor, *, name: str = "tensor") -> Memory:
         return _tensor_memory(tensor, name)
 
 
-def buffer_memory(data: object, *, name: str = "data") -> Memory:
-    """Describe the memory of anything that tells where it lies, without copying it.
-
-    Args:
-        data: A tensor, a numpy array, bytes, bytearray, memoryview, or an object with the buffer
-            protocol, ``__cuda_array_interface__``, ``__array_interface__`` or ``__dlpack__``.
-        name: How errors call it.
-
-    Raises:
-        TypeError: Not such an object, or one that holds Python objects.
-        ValueError: Its description is wrong, or its memory can't be used as it is.
-    """
-    if isinstance(data, torch.Tensor):
-        return tensor_memory(data, name=name)
-    if isinstance(data, np.ndarray):
-        return _array_memory(data, name)
-    if isinstance(data, (bytes, bytearray, memoryview)):
-        return _view_memory(memoryview(data), name)
-    if isinstance(data, np.generic):
-        raise TypeError(f"{name}: a numpy scalar has no memory to share; pass a 0-d array")
-    for protocol in ("__cuda_array_interface__", "__array_interface__"):
-        interface = getattr(data, protocol, None)
-        if interface is not None:
-            return _interface_memory(data, interface, protocol, name)
-    if hasattr(data, "__dlpack__"):
-        return _dlpack_memory(data, name)
-    try:
-        buffer = memoryview(data)  # type: ignore[arg-type]  # asking is the only way to know
-    except TypeError:
-        raise TypeError(
-            f"{name}: expected a tensor, a numpy array or an object with the buffer protocol, "
-            f"__cuda_array_interface__, __array_interface__ or __dlpack__, got {_kind_of(data)}"
-        ) from None
-    return _view_memory(buffer, name)
-
-
 def _tensor_memory(tensor: torch.Tensor, name: str) -> Memory:
     if tensor.is_cpu:
         kind, device_id = MemoryKind.DRAM, 0
     else:
-        kind, device_id = _place(tensor.device, name)
+        kind, device_id = device_place(tensor.device, name)
     if tensor.is_nested:
         raise ValueError(f"{name}: nested tensors aren't supported; pass the parts")
     if tensor.layout is not torch.strided:
@@ -299,7 +235,7 @@ def _tensor_memory(tensor: torch.Tensor, name: str) -> Memory:
         raise ValueError(f"{name}: a lazily negated view; pass .resolve_neg()")
     nbytes = tensor.nbytes
     if nbytes == 0:
-        return _empty(kind, device_id, tensor)
+        return empty_memory(kind, device_id, tensor)
     try:
         storage = tensor.untyped_storage()
         extent = storage.nbytes()
@@ -316,7 +252,7 @@ def _tensor_memory(tensor: torch.Tensor, name: str) -> Memory:
     end = address + algebra.bounds(shape, strides, itemsize)[1]
     _check_storage(address, end, base, extent, name)
     layout = Strided(address, shape, strides, itemsize, name)
-    reason = _OVERLAPPING if layout.overlaps() else ""
+    reason = OVERLAPPING if layout.overlaps() else ""
     writable = not reason
     return Memory(kind, device_id, layout, nbytes, base, extent, storage, storage, writable, reason)
 
@@ -332,125 +268,17 @@ def _check_storage(address: int, end: int, base: int, extent: int, name: str) ->
     )
 
 
-def _array_memory(array: npt.NDArray[np.generic], name: str) -> Memory:
-    if isinstance(array, np.ma.MaskedArray):
-        raise TypeError(f"{name}: a masked array's mask would be lost; pass .data or .filled()")
-    if array.dtype.hasobject:
-        raise TypeError(f"{name}: expected plain data, got dtype {array.dtype} (Python objects)")
-    nbytes = array.nbytes
-    if nbytes == 0:
-        return _empty(MemoryKind.DRAM, 0, array)
-    address: int = array.__array_interface__["data"][0]
-    shape, strides, itemsize = array.shape, array.strides, array.itemsize
-    contiguous = array.flags.c_contiguous
-    first, end = (0, nbytes) if contiguous else algebra.bounds(shape, strides, itemsize)
-    low, high = address + first, address + end
-    _check_range(low, high - low, name)
-    layout: Spans | Strided = algebra.single(address, nbytes)
-    reason = ""
-    if not contiguous:
-        layout = Strided(address, shape, strides, itemsize, name)
-        reason = _OVERLAPPING if layout.overlaps() else ""
-    if not array.flags.writeable:
-        reason = _READ_ONLY
-    base, extent, anchor = _allocation(array)
-    if not base <= low < high <= base + extent:
-        base, extent, anchor = low, high - low, None
-    kind, writable = MemoryKind.DRAM, not reason
-    return Memory(kind, 0, layout, nbytes, base, extent, array, anchor, writable, reason)
-
-
-def _allocation(array: npt.NDArray[np.generic]) -> tuple[int, int, object]:
-    """Return base, extent and owner of the allocation that `array` shows, or 0, 0, None.
-
-    Only numpy's and torch's own: of others (bytearray, mmap, foreign objects) it isn't known that
-    they end with the memory, and of a large mapped file only what moves should be registered.
-    """
-    root: object = array
-    while True:
-        if isinstance(root, memoryview):
-            root = root.obj
-        elif isinstance(root, torch.Tensor):
-            storage = root.untyped_storage()
-            return storage.data_ptr(), storage.nbytes(), storage
-        elif isinstance(root, np.ndarray) and root.base is not None:
-            root = root.base
-        elif not isinstance(root, np.ndarray) or not root.flags.owndata:
-            return 0, 0, None
-        else:
-            return root.__array_interface__["data"][0], root.nbytes, root
-
-
-def _view_memory(view: memoryview, name: str) -> Memory:
-    try:
-        if view.c_contiguous and "O" not in view.format:
-            return _array_memory(np.frombuffer(view, dtype=np.uint8), name)
-        return _array_memory(np.asarray(view), name)
-    except (ValueError, NotImplementedError) as exc:
-        raise ValueError(f"{name}: a buffer that can't be described: {exc}") from exc
-
-
-def _interface_memory(data: object, interface: object, protocol: str, name: str) -> Memory:
-    label = f"{name}: {protocol}"
-    if not isinstance(interface, Mapping):
-        raise TypeError(f"{label}: expected a dict, got {_kind_of(interface)}")
-    if interface.get("mask") is not None:
-        raise ValueError(f"{label}: a mask would be lost")
-    given = interface.get("data")  # None: the object has the buffer protocol.
-    shown = {"version": 3, **interface, "data": data if given is None else given}
-    try:
-        # Behind a stand-in numpy can't copy. It computes with the address, also of device memory,
-        # and does not look behind it.
-        array = np.asarray(SimpleNamespace(__array_interface__=shown, owner=data))
-    except (AttributeError, OverflowError, TypeError, ValueError) as exc:
-        raise ValueError(f"{label} is invalid: {exc}") from exc
-    memory = _array_memory(array, label)
-    if protocol == "__array_interface__":
-        return memory
-    kind, device_id = _cuda_place(data, memory.base, name)
-    return replace(memory, kind=kind, device_id=device_id, owner=data)
-
-
-def _cuda_place(data: object, address: int, name: str) -> tuple[MemoryKind, int]:
-    """Find the device of a CUDA array, whose interface doesn't say."""
-    ask = getattr(data, "__dlpack_device__", None)
-    if ask is not None:
-        device_type, device_id = map(int, ask())
-        if device_type not in _DLPACK_KINDS:
-            raise ValueError(f"{name}: DLPack device type {device_type} isn't supported")
-        kind = _DLPACK_KINDS[device_type]
-        return kind, 0 if kind is MemoryKind.DRAM else device_id
-    if not torch.cuda.is_available():
-        raise ValueError(f"{name}: can't tell which device it lies on: this torch has no CUDA")
-    if not address:
-        return MemoryKind.VRAM, torch.cuda.current_device()
-    byte = {"shape": (1,), "typestr": "|u1", "data": (address, False), "version": 2}
-    return _place(torch.as_tensor(SimpleNamespace(__cuda_array_interface__=byte)).device, name)
-
-
-def _dlpack_memory(data: object, name: str) -> Memory:
-    flags = 0
-    try:
-        # Both errors are of producers that know no versions, and so no flags.
-        with contextlib.suppress(TypeError, ValueError):
-            capsule = data.__dlpack__(max_version=(1, 0))  # type: ignore[attr-defined]
-            pointer = _capsule_pointer(capsule, b"dltensor_versioned")
-            flags = ctypes.c_uint64.from_address(pointer + _DLPACK_FLAGS_OFFSET).value
-        tensor = from_dlpack(data)
-    except (BufferError, RuntimeError, TypeError, ValueError, AttributeError) as exc:
-        raise TypeError(f"{name}: {_kind_of(data)} can't be shared by DLPack: {exc}") from exc
-    memory = tensor_memory(tensor, name=name)
-    if not flags & (_DLPACK_READ_ONLY | _DLPACK_IS_COPY):
-        return memory
-    reason = _READ_ONLY if flags & _DLPACK_READ_ONLY else "DLPack shares only a copy of it"
-    return replace(memory, writable=False, reason=reason)
-
-
-def _empty(kind: MemoryKind, device_id: int, owner: object) -> Memory:
+def empty_memory(kind: MemoryKind, device_id: int, owner: object) -> Memory:
+    """Describe memory without bytes."""
     return Memory(kind, device_id, algebra.EMPTY, 0, 0, 0, owner, None, True)
 
 
-def _place(device: torch.device, name: str) -> tuple[MemoryKind, int]:
+def device_place(device: torch.device, name: str) -> tuple[MemoryKind, int]:
+    """Return kind of memory and index of a device.
+
+    Raises:
+        ValueError: Nothing can be moved from or to it.
+    """
     kind = _DEVICE_KINDS.get(device.type)
     if kind is None:
         hint = "it has no data" if device.type == "meta" else "expected cpu, cuda or xpu"
@@ -458,7 +286,12 @@ def _place(device: torch.device, name: str) -> tuple[MemoryKind, int]:
     return kind, 0 if kind is MemoryKind.DRAM else device.index or 0
 
 
-def _check_range(address: int, nbytes: int, name: str) -> None:
+def check_range(address: int, nbytes: int, name: str) -> None:
+    """Refuse addresses at which nothing can lie.
+
+    Raises:
+        ValueError: A null pointer, or not in the address space.
+    """
     if address == 0:
         raise ValueError(f"{name}: a null pointer with {nbytes} bytes")
     if address < 0 or address + nbytes > algebra.ADDRESS_LIMIT:
@@ -467,12 +300,13 @@ def _check_range(address: int, nbytes: int, name: str) -> None:
 
 def _integer(value: object, name: str) -> int:
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):
-        raise TypeError(f"{name}: expected an int, got {_kind_of(value)}")
+        raise TypeError(f"{name}: expected an int, got {kind_name(value)}")
     number = operator.index(value)
     if number < 0:
         raise ValueError(f"{name}: expected 0 or more, got {number}")
     return number
 
 
-def _kind_of(value: object) -> str:
+def kind_name(value: object) -> str:
+    """How errors call what isn't what it should be."""
     return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from torch_nixl.engine import wire
-from torch_nixl.engine.memory import as_memory, require_in_place, require_writable
+from torch_nixl.engine.arrays import as_memory
+from torch_nixl.engine.memory import require_in_place, require_writable
 from torch_nixl.errors import MetadataError
 from torch_nixl.kv.cache import KVCache
 from torch_nixl.kv.layout import Layout
