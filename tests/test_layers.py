@@ -86,6 +86,7 @@ PURE = {
     "torch_nixl.p2p.fitting": frozenset({"torch"}),
     "torch_nixl.p2p.manifest": frozenset({"torch"}),
     "torch_nixl.p2p.matching": frozenset[str](),
+    "torch_nixl.p2p.nodes": frozenset({"torch"}),
     "torch_nixl.p2p.place": frozenset({"numpy"}),
     "torch_nixl.p2p.protocol": frozenset[str](),
     "torch_nixl.p2p.terms": frozenset[str](),

@@ -18,7 +18,7 @@ from torch_nixl.engine.adapter import MemoryKind
 from torch_nixl.engine.loopback import LoopbackAdapter
 from torch_nixl.engine.memory import Memory, address_memory, tensor_memory
 from torch_nixl.errors import MetadataError, TransferCancelled, TransferTimeout
-from torch_nixl.p2p import bundles, landing, protocol
+from torch_nixl.p2p import bundles, landing, protocol, tree_target
 from torch_nixl.p2p.communicator import Communicator
 from torch_nixl.p2p.description import DTYPES, Bundle
 from torch_nixl.p2p.layout import Layout, register_all
@@ -523,7 +523,7 @@ def test_mixed_kinds_of_memory_move_in_one_tree(
             return address_memory(address, nbytes, kind=MemoryKind.VRAM, device_id=1, owner=tensor)
         return tensor_memory(tensor, **options)
 
-    for module in (bundles, landing):
+    for module in (bundles, landing, tree_target):
         monkeypatch.setattr(module, "tensor_memory", somewhere)
     for waiting in (False, True):
         for one in out:

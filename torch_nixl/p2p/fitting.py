@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 
 from torch_nixl.p2p.description import Description
-from torch_nixl.p2p.manifest import (
+from torch_nixl.p2p.nodes import (
     Kind,
     Node,
     children,
