@@ -27,13 +27,12 @@ from torch_nixl.collectives.arguments import (
     shapes,
     split,
 )
-from torch_nixl.collectives.group import group_of
-from torch_nixl.collectives.operation import Algorithm, Steps
+from torch_nixl.collectives.operation import Steps
 from torch_nixl.collectives.port import Port
-from torch_nixl.collectives.protocol import Signature, sign
+from torch_nixl.collectives.protocol import sign
 from torch_nixl.collectives.reduction import ReduceOp, reduction
+from torch_nixl.collectives.running import loaded, run
 from torch_nixl.collectives.work import CollectiveWork
-from torch_nixl.p2p.communicator import Communicator
 from torch_nixl.p2p.functions import _find as find
 
 if TYPE_CHECKING:
@@ -70,7 +69,7 @@ def broadcast_tensor(
         if not sends:
             flat.finish()
 
-    return _call(communicator, signature, steps, [flat.data], [tensor], async_op, timeout)
+    return run(communicator, signature, steps, [flat.data], [tensor], async_op, timeout)
 
 
 def scatter_tensor(
@@ -108,7 +107,7 @@ def scatter_tensor(
         yield from algorithms.scatter(port, flat.data, parts, src)
         flat.finish()
 
-    return _call(communicator, signature, steps, [flat.data, *parts], [out], async_op, timeout)
+    return run(communicator, signature, steps, [flat.data, *parts], [out], async_op, timeout)
 
 
 def gather_tensor(
@@ -149,7 +148,7 @@ def gather_tensor(
         for one in targets:
             one.finish()
 
-    return _call(communicator, signature, steps, moved, list(outs or ()), async_op, timeout)
+    return run(communicator, signature, steps, moved, list(outs or ()), async_op, timeout)
 
 
 def all_gather_tensor(
@@ -193,7 +192,7 @@ def all_gather_tensor(
         for one in whole:
             one.finish()
 
-    return _call(communicator, signature, steps, [data, *parts], outputs, async_op, timeout)
+    return run(communicator, signature, steps, [data, *parts], outputs, async_op, timeout)
 
 
 def all_to_all_tensor(
@@ -238,7 +237,7 @@ def all_to_all_tensor(
 
     outputs = [out] if isinstance(out, torch.Tensor) else list(out)
     moved = [*inputs, *parts]
-    return _call(communicator, signature, steps, moved, outputs, async_op, timeout)
+    return run(communicator, signature, steps, moved, outputs, async_op, timeout)
 
 
 def reduce_tensor(
@@ -269,11 +268,11 @@ def reduce_tensor(
 
     def steps(port: Port) -> Steps:
         out = flat.data if gets else None
-        yield from _loaded([flat], algorithms.reduce(port, out, flat.data, dst, how))
+        yield from loaded([flat], algorithms.reduce(port, out, flat.data, dst, how))
         if gets:
             flat.finish()
 
-    return _call(
+    return run(
         communicator, signature, steps, [flat.data], [tensor] if gets else [], async_op, timeout
     )
 
@@ -307,11 +306,11 @@ def all_reduce_tensor(
             running = algorithms.all_reduce(port, flats[0].data, hows[0])
         else:
             running = algorithms.all_reduce_coalesced(port, [one.data for one in flats], hows)
-        yield from _loaded(flats, running)
+        yield from loaded(flats, running)
         for one in flats:
             one.finish()
 
-    return _call(
+    return run(
         communicator, signature, steps, [one.data for one in flats], tensors, async_op, timeout
     )
 
@@ -354,49 +353,19 @@ def reduce_scatter_tensor(
         flat.finish()
 
     moved = [flat.data, *parts]
-    return _call(communicator, signature, steps, moved, [out], async_op, timeout)
+    return run(communicator, signature, steps, moved, [out], async_op, timeout)
 
 
 def barrier(
     *, group: Group = None, async_op: bool = False, timeout: float | None = None
 ) -> CollectiveWork | None:
     """Wait until all ranks have called it."""
-    return _call(find(group), _BARRIER, _barrier, [], [], async_op, timeout)
+    return run(find(group), _BARRIER, _barrier, [], [], async_op, timeout)
 
 
 _BARRIER: Final = sign("barrier", "")
 _TOKEN: Final = torch.empty(0, dtype=torch.uint8)
 
 
-def _loaded(flats: Sequence[Flat], running: Steps) -> Steps:
-    """Load tensors once they may be touched: see [Note: the first yield] in `algorithms.py`."""
-    next(running)
-    yield None
-    for one in flats:
-        one.load()
-    yield from running
-
-
 def _barrier(port: Port) -> Steps:
     return algorithms.barrier(port, _TOKEN)
-
-
-def _call(
-    communicator: Communicator,
-    signature: Signature,
-    steps: Algorithm,
-    moved: list[torch.Tensor],
-    outputs: list[torch.Tensor],
-    async_op: bool,
-    timeout: float | None,
-) -> CollectiveWork | None:
-    operation = group_of(communicator).begin(
-        signature, steps, moved, outputs, timeout, attended=not async_op
-    )
-    if async_op:
-        return CollectiveWork(operation)
-    try:
-        operation.wait()
-    finally:
-        operation.attended -= 1
-    return None
