@@ -7,7 +7,6 @@ NIXL raises ends here: it becomes an error from `torch_nixl.errors`, with NIXL's
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import importlib
@@ -19,7 +18,7 @@ from typing import Any
 
 from torch_nixl.engine import nixl_support as support
 from torch_nixl.engine.adapter import Capabilities, Direction, Indices, MemoryKind, Region, Spans
-from torch_nixl.engine.blob import KNOWN_VERSIONS, BlobInfo, knows, parse
+from torch_nixl.engine.blob import BlobInfo
 from torch_nixl.engine.nixl_environment import (
     TUNED_ENVIRONMENT,
     tune_environment,
@@ -49,15 +48,6 @@ log = logging.getLogger("torch_nixl.nixl")
 # Arguments for "no messages yet" and "whichever backend": NIXL copies both.
 _NOTHING: dict[str, list[bytes]] = {}
 _ANY_BACKEND: list[int] = []
-
-
-MAX_REMEMBERED = 4096
-"""Most bytes of a blob whose check is remembered: the same few regions come again and again."""
-
-
-@functools.lru_cache(maxsize=256)
-def _parse_small(blob: bytes) -> BlobInfo:
-    return parse(blob)
 
 
 @functools.cache
@@ -101,12 +91,7 @@ class NixlAdapter:
         backend_params: Mapping[str, Mapping[str, str]] | None = None,
         progress_thread: float | None = None,
     ) -> None:
-        if not name:
-            raise ValueError("an agent needs a name")
-        if not backends:
-            raise ValueError("an agent needs at least one backend")
-        if progress_thread is not None and not progress_thread > 0:
-            raise ValueError(f"progress_thread must be positive seconds, got {progress_thread}")
+        support.check_options(name, backends, progress_thread)
         self._nixl = nixl = load()
         self._errors = support.exception_types(nixl)
         tune_environment()
@@ -192,12 +177,7 @@ class NixlAdapter:
             raise support.refused_metadata(self._nixl, exc, len(metadata)) from exc
 
     def inspect(self, metadata: bytes) -> BlobInfo:
-        if not knows(self._capabilities.version):
-            raise MetadataError(
-                f"metadata of NIXL {self._capabilities.version} can't be checked: torch_nixl does "
-                f"not know its form, only that of NIXL {', '.join(sorted(KNOWN_VERSIONS))}"
-            )
-        return _parse_small(metadata) if len(metadata) <= MAX_REMEMBERED else parse(metadata)
+        return support.inspect(metadata, self._capabilities.version)
 
     def remove_remote(self, remote: str) -> None:
         # Of an unknown remote NIXL returns NOT_FOUND without raising: there is nothing to do.
@@ -300,12 +280,7 @@ class NixlAdapter:
         remote_spans: Any,
         remote_indices: Indices,
     ) -> Transfer:
-        if local.remote is not None or remote_spans.remote is None:
-            raise ValueError("the first list must be of local spans, the second of a remote's")
-        support.check_indices(local_indices, local.num_spans)
-        support.check_indices(remote_indices, remote_spans.num_spans)
-        if len(local_indices) != len(remote_indices):
-            raise ValueError(f"{len(local_indices)} local, {len(remote_indices)} remote indices")
+        support.check_indexed(local, local_indices, remote_spans, remote_indices)
         # Always the local list's lock first: two threads can't each hold one and want the other.
         with local.lock, remote_spans.lock:
             for spans in (local, remote_spans):
@@ -402,19 +377,9 @@ class NixlAdapter:
             release_xfer, release_dlist = self._agent.release_xfer, self._agent.release_dlist
             # See [Note: handles and close] for the order.
             self._agent.unbind()
-            # Transfers before the lists that they were made from.
-            live = sorted(self._live, key=lambda handle: isinstance(handle, SpanList))
+            live = list(self._live)
             self._live.clear()
-            for handle in live:
-                # Whatever NIXL says now, the agent goes, and its transfers with it.
-                with contextlib.suppress(*self._errors):
-                    if isinstance(handle, SpanList):
-                        with handle.lock:
-                            handle.state = RELEASED
-                            release_dlist(handle.value)
-                    elif handle.state is IDLE:
-                        handle.state = RELEASED
-                        release_xfer(handle.value)
+            support.free_handles(live, release_xfer, release_dlist, self._errors)
 
     def disown(self) -> None:
         # The parent's agent runs on with the same sockets: its copy here must not be destroyed.

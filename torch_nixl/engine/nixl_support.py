@@ -12,14 +12,17 @@ dies with the last call that is still under way.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
 
 from torch_nixl.engine.adapter import Direction, Indices, MemoryKind, Region
+from torch_nixl.engine.blob import KNOWN_VERSIONS, BlobInfo, knows, parse
 from torch_nixl.engine.nixl_environment import UCX_ADVICE, ucx_settings
 from torch_nixl.errors import (
     BackendError,
@@ -30,6 +33,9 @@ from torch_nixl.errors import (
     TorchNixlError,
     TransferError,
 )
+
+MAX_REMEMBERED = 4096
+"""Most bytes of a blob whose check is remembered: the same few regions come again and again."""
 
 # A handle's states. See [Note: handles and close].
 IDLE, IN_CALL, RELEASED = "idle", "in a call", "released"
@@ -114,6 +120,59 @@ class AgentMethods:
         for attribute in list(vars(self)):
             if attribute != "closed":
                 setattr(self, attribute, _raise_closed)
+
+
+def free_handles(
+    handles: Iterable[Handle],
+    release_xfer: Callable[[int], object],
+    release_dlist: Callable[[int], object],
+    errors: tuple[type[Exception], ...],
+) -> None:
+    """Free what no thread is inside a call with; the agent is let go already."""
+    # Transfers before the lists that they were made from.
+    for handle in sorted(handles, key=lambda handle: isinstance(handle, SpanList)):
+        # Whatever NIXL says now, the agent goes, and its transfers with it.
+        with contextlib.suppress(*errors):
+            if isinstance(handle, SpanList):
+                with handle.lock:
+                    handle.state = RELEASED
+                    release_dlist(handle.value)
+            elif handle.state is IDLE:
+                handle.state = RELEASED
+                release_xfer(handle.value)
+
+
+def check_options(name: str, backends: Sequence[str], progress_thread: float | None) -> None:
+    """Raise ValueError unless an agent can be made with these."""
+    if not name:
+        raise ValueError("an agent needs a name")
+    if not backends:
+        raise ValueError("an agent needs at least one backend")
+    if progress_thread is not None and not progress_thread > 0:
+        raise ValueError(f"progress_thread must be positive seconds, got {progress_thread}")
+
+
+@functools.lru_cache(maxsize=256)
+def _parse_small(blob: bytes) -> BlobInfo:
+    return parse(blob)
+
+
+def inspect(metadata: bytes, version: str) -> BlobInfo:
+    """Check a blob's form, and return what it says.
+
+    Args:
+        metadata: The blob.
+        version: That of the NIXL that is to take it in.
+
+    Raises:
+        MetadataError: It isn't of the form that this version writes, or that form isn't known.
+    """
+    if not knows(version):
+        raise MetadataError(
+            f"metadata of NIXL {version} can't be checked: torch_nixl does not know its form, only "
+            f"that of NIXL {', '.join(sorted(KNOWN_VERSIONS))}"
+        )
+    return _parse_small(metadata) if len(metadata) <= MAX_REMEMBERED else parse(metadata)
 
 
 def exception_types(nixl: Any) -> tuple[type[Exception], ...]:
@@ -252,7 +311,19 @@ def refused_transfer(
     return translate(nixl, exc, remote, what)
 
 
-def check_indices(indices: Indices, num_spans: int) -> None:
+def check_indexed(
+    local: SpanList, local_indices: Indices, remote: SpanList, remote_indices: Indices
+) -> None:
+    """Raise ValueError unless spans of two lists can be paired by these indices."""
+    if local.remote is not None or remote.remote is None:
+        raise ValueError("the first list must be of local spans, the second of a remote's")
+    _check_indices(local_indices, local.num_spans)
+    _check_indices(remote_indices, remote.num_spans)
+    if len(local_indices) != len(remote_indices):
+        raise ValueError(f"{len(local_indices)} local, {len(remote_indices)} remote indices")
+
+
+def _check_indices(indices: Indices, num_spans: int) -> None:
     """Raise ValueError unless all are in range, and in the form that NIXL reads unconverted."""
     if indices.dtype != np.int32 or not indices.flags.c_contiguous:
         raise ValueError(f"indices must be contiguous int32, got {indices.dtype}")
