@@ -51,11 +51,10 @@ if TYPE_CHECKING:
     from torch_nixl.kv.server import KVCacheServer
     from torch_nixl.p2p.channel import Channel
     from torch_nixl.p2p.communicator import Communicator
+    from torch_nixl.p2p.default import get_communicator, init, shutdown
     from torch_nixl.p2p.functions import (
         batch_isend_irecv,
         channel,
-        get_communicator,
-        init,
         irecv_object,
         irecv_tensor,
         irecv_tree,
@@ -68,7 +67,6 @@ if TYPE_CHECKING:
         send_object,
         send_tensor,
         send_tree,
-        shutdown,
     )
     from torch_nixl.p2p.tensors import MismatchError
     from torch_nixl.p2p.work import TreeWork, Work
@@ -174,8 +172,8 @@ _HOMES = {
     "broadcast_tensor": "torch_nixl.collectives.functions",
     "channel": "torch_nixl.p2p.functions",
     "gather_tensor": "torch_nixl.collectives.functions",
-    "get_communicator": "torch_nixl.p2p.functions",
-    "init": "torch_nixl.p2p.functions",
+    "get_communicator": "torch_nixl.p2p.default",
+    "init": "torch_nixl.p2p.default",
     "irecv_object": "torch_nixl.p2p.functions",
     "irecv_tensor": "torch_nixl.p2p.functions",
     "irecv_tree": "torch_nixl.p2p.functions",
@@ -192,7 +190,7 @@ _HOMES = {
     "send_object": "torch_nixl.p2p.functions",
     "send_tensor": "torch_nixl.p2p.functions",
     "send_tree": "torch_nixl.p2p.functions",
-    "shutdown": "torch_nixl.p2p.functions",
+    "shutdown": "torch_nixl.p2p.default",
     "trace": "torch_nixl.tracing",
 }
 

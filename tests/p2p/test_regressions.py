@@ -25,7 +25,7 @@ from torch_nixl.errors import (
     TransferError,
     TransferTimeout,
 )
-from torch_nixl.p2p import functions, hub, peer, protocol
+from torch_nixl.p2p import default, hub, peer, protocol
 from torch_nixl.p2p.communicator import Communicator
 from torch_nixl.p2p.receiving import ReceiveOperation
 from torch_nixl.testing import LoopbackFabric
@@ -580,7 +580,7 @@ def test_a_forked_child_is_told_so_whatever_locks_were_held(world: World) -> Non
     tensors = torch.ones(1), torch.ones(LARGE)  # torch's own threads don't survive a fork
 
     def hold() -> None:
-        with a._exchange.lock, hub._lock, functions._lock:
+        with a._exchange.lock, hub._lock, default._lock:
             held.set()
             go.wait()
 
@@ -620,7 +620,7 @@ def _in_child(communicator: Communicator, tensors: Sequence[torch.Tensor]) -> in
         except BaseException:  # noqa: BLE001 - it must not get out of the child
             wrong += 1
     hub.exchanges_of(communicator.connection)
-    functions.shutdown()
+    default.shutdown()
     return wrong
 
 

@@ -33,10 +33,10 @@ from torch_nixl.collectives.protocol import sign
 from torch_nixl.collectives.reduction import ReduceOp, reduction
 from torch_nixl.collectives.running import loaded, run
 from torch_nixl.collectives.work import CollectiveWork
-from torch_nixl.p2p.functions import _find as find
+from torch_nixl.p2p.default import find
 
 if TYPE_CHECKING:
-    from torch_nixl.p2p.functions import Group
+    from torch_nixl.p2p.default import Group
 
 _SUM: Final = dist.ReduceOp.SUM
 
