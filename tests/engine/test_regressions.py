@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from torch_nixl.engine import connection as connection_module
-from torch_nixl.engine import contacts, host, operation, transfer, wire
+from torch_nixl.engine import contacts, ending, host, operation, transfer, wire
 from torch_nixl.engine.adapter import Direction, MemoryKind, Region, Registration, Transfer
 from torch_nixl.engine.connection import Connection
 from torch_nixl.engine.loopback import LoopbackFabric
@@ -227,7 +226,7 @@ def test_abort_waits_for_a_post_or_never_gives_its_memory_back(
 ) -> None:
     kept: list[object] = []
     monkeypatch.setattr(host, "keep_for_ever", kept.append)
-    monkeypatch.setattr(connection_module, "ABORT_SECONDS", 5.0 if patient else 0.05)
+    monkeypatch.setattr(ending, "ABORT_SECONDS", 5.0 if patient else 0.05)
     owner, reader = connect("o"), connect("r")
     read(owner, reader)
     inside, go_on = threading.Event(), threading.Event()

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from torch_nixl.engine import connection as connection_module
-from torch_nixl.engine import host
+from torch_nixl.engine import host, starting
 from torch_nixl.engine.adapter import Direction
 from torch_nixl.engine.connection import Connection
 from torch_nixl.engine.grants import Claimant
@@ -233,7 +232,7 @@ def test_ten_thousand_exposed_operations_cost_the_driver_nothing(
             touched.append(name)
             return super().__getattribute__(name)
 
-    monkeypatch.setattr(connection_module, "PassiveOperation", Counted)
+    monkeypatch.setattr(starting, "PassiveOperation", Counted)
     owner = connect("o")
     one = memory()
     owner.progress.stop()
@@ -241,7 +240,7 @@ def test_ten_thousand_exposed_operations_cost_the_driver_nothing(
         owner.expose(READ, [one])
     touched.clear()
     for turn in range(10):
-        owner.advance()
-        owner.poll_interval()
-        owner.tick(time.monotonic() + turn / 100)
+        owner.rounds.advance()
+        owner.rounds.poll_interval()
+        owner.rounds.tick(time.monotonic() + turn / 100)
     assert len(touched) < 100

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from torch_nixl.engine import connection as connection_module
-from torch_nixl.engine import contacts, host, remotes, transfer, wire
+from torch_nixl.engine import contacts, ending, host, remotes, transfer, wire
 from torch_nixl.engine.adapter import Direction, MemoryKind, Registration, Transfer
 from torch_nixl.engine.connection import Connection
 from torch_nixl.engine.loopback import Call, LoopbackAdapter, LoopbackFabric
@@ -38,7 +37,7 @@ def connect(fabric: LoopbackFabric, monkeypatch: pytest.MonkeyPatch) -> Iterator
     made: list[Connection] = []
     kept: list[object] = []
     # What fails here may leave a thread behind that would keep `abort` waiting.
-    monkeypatch.setattr(connection_module, "ABORT_SECONDS", 0.1)
+    monkeypatch.setattr(ending, "ABORT_SECONDS", 0.1)
     monkeypatch.setattr(host, "keep_for_ever", kept.append)
 
     def connect(
@@ -285,7 +284,7 @@ def test_a_lost_remote_is_forgotten_though_nothing_else_happens(connect: Connect
     remote = acquaint(reader, owner)
     reader.progress.stop()
     reader.contacts.lose(remote, PeerLostError("gone", remote="o"))
-    assert reader.poll_interval() is not None
+    assert reader.rounds.poll_interval() is not None
 
 
 def test_a_peer_can_be_contacted_anew_as_soon_as_its_loss_was_raised(

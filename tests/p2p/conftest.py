@@ -75,7 +75,7 @@ def _check_nothing_left(made: list[Communicator], fabric: LoopbackFabric) -> Non
             return
         for one in open_ones:
             one.connection.progress.step()
-            one.connection.advance()
+            one.connection.rounds.advance()
         time.sleep(0.001)
     pytest.fail(f"left behind: {left}")
 

@@ -17,11 +17,12 @@ from p2p.conftest import World
 from torch_nixl.engine.adapter import MemoryKind
 from torch_nixl.engine.loopback import LoopbackAdapter
 from torch_nixl.engine.memory import Memory, address_memory, tensor_memory
+from torch_nixl.engine.starting import register_all
 from torch_nixl.errors import MetadataError, TransferCancelled, TransferTimeout
 from torch_nixl.p2p import bundles, landing, protocol, tree_target
 from torch_nixl.p2p.communicator import Communicator
 from torch_nixl.p2p.description import DTYPES, Bundle
-from torch_nixl.p2p.layout import Layout, register_all
+from torch_nixl.p2p.layout import Layout
 from torch_nixl.p2p.tensors import MismatchError
 from torch_nixl.testing import LoopbackFabric
 

@@ -26,8 +26,8 @@ from torch_nixl.collectives.port import Port
 from torch_nixl.collectives.protocol import Signature
 from torch_nixl.engine.memory import tensor_memory
 from torch_nixl.engine.operation import Operation, deadline_after
+from torch_nixl.engine.starting import register_all
 from torch_nixl.errors import TransferCancelled
-from torch_nixl.p2p.layout import register_all
 from torch_nixl.p2p.receiving import ReceiveOperation
 from torch_nixl.p2p.sending import SendOperation
 from torch_nixl.p2p.tensors import MismatchError

@@ -13,59 +13,42 @@ finalizer, a forked child, or a thread that outlives the interpreter.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import logging
 import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 
-from torch_nixl.engine import host, observers, wire
+from torch_nixl.engine import ending, host, observers, starting, wire
 from torch_nixl.engine.active import ActiveOperation
-from torch_nixl.engine.adapter import Adapter, Direction, MemoryKind, Registration
+from torch_nixl.engine.adapter import Adapter, Direction
 from torch_nixl.engine.contacts import Contacts
 from torch_nixl.engine.deferred import Deferred
 from torch_nixl.engine.dispatch import Dispatcher, FrameHandler
 from torch_nixl.engine.envelope import derive
-from torch_nixl.engine.grants import GrantState
-from torch_nixl.engine.memory import Memory, require_writable
+from torch_nixl.engine.memory import Memory
 from torch_nixl.engine.offer import Offer
 from torch_nixl.engine.operation import Operation, deadline_after
 from torch_nixl.engine.passive import PassiveOperation
 from torch_nixl.engine.prepared import PreparedLists
-from torch_nixl.engine.progress import (
-    EXPOSED_SECONDS,
-    IDLE_SECONDS,
-    WAIT_SECONDS,
-    Progress,
+from torch_nixl.engine.progress import Progress
+from torch_nixl.engine.registry import (
+    RegisteredMemory,
+    Registry,
+    public_regions,
+    regions_by_kind,
 )
-from torch_nixl.engine.registry import RegisteredMemory, Registry
 from torch_nixl.engine.remotes import Remote
+from torch_nixl.engine.rounds import Rounds
 from torch_nixl.engine.statistics import ConnectionStatistics, Counters
-from torch_nixl.engine.streams import StreamOrder, order_of_memories
 from torch_nixl.engine.table import OperationTable
 from torch_nixl.engine.transfer import TransferOperation
-from torch_nixl.errors import (
-    ClosedError,
-)
-
-log = logging.getLogger("torch_nixl.connection")
+from torch_nixl.errors import ClosedError
 
 DEFAULT_TIMEOUT = 300.0
 """Seconds after which an operation times out unless told otherwise."""
-
-MENDING_SECONDS = 1.0
-"""How often ends that were cut short are looked for."""
-
-ABORT_SECONDS = 5.0
-"""How long `abort` waits for threads that are moving bytes: a post takes milliseconds."""
-
-STOP_SHARE = 0.25
-"""Share of `close`'s time that is kept for stopping what has not ended. An agent that dies under a
-transfer costs the other side its connection, and has the library complain on both."""
 
 _numbers = itertools.count(1)
 
@@ -109,15 +92,12 @@ class Connection:
         self.contacts = Contacts(self)
         self.prepared = PreparedLists(self)
         self.deferred = Deferred()
-        self._deferred_entries = self.deferred.entries  # looked at in every poll
         self._dispatcher = Dispatcher(self)
+        self.rounds = Rounds(self, self._dispatcher, self.deferred)
         self._claim_numbers = itertools.count(1)
-        self._next_mending = 0.0
-        self._tickers: list[Callable[[float], None]] = []
-        self._reachable = False
         self.closing = False
         self._closed: str = ""
-        self.progress = Progress(self, adapter.name)
+        self.progress = Progress(self.rounds, adapter.name)
         host.watch(self)
 
     @classmethod
@@ -185,17 +165,10 @@ class Connection:
 
         One blob with the connection, if asked for, then one for each kind of memory.
         """
-        self._reachable = True
-        self.progress.kick()
+        self._be_reachable()
         blobs = [self.contacts.own_blob] if connection else []
-        by_kind: dict[MemoryKind, dict[int, Registration]] = {}
-        for held in memories:
-            if held.entry is not None:
-                registration = held.entry.registration
-                by_kind.setdefault(held.memory.kind, {})[id(registration)] = registration
         blobs += [
-            self.adapter.metadata(list(group.values()), connection=False)
-            for group in by_kind.values()
+            self.adapter.metadata(group, connection=False) for group in regions_by_kind(memories)
         ]
         return tuple(blobs)
 
@@ -207,15 +180,12 @@ class Connection:
         Raises:
             ValueError: The memories are of several kinds, which one blob can't hold.
         """
-        self._reachable = True
+        self._be_reachable()
+        return self.adapter.metadata(public_regions(memories), connection=True)
+
+    def _be_reachable(self) -> None:
+        self.rounds.reachable = True
         self.progress.kick()
-        registrations: dict[int, Registration] = {}
-        for held in memories:
-            if held.entry is not None:
-                for one in (held.entry.registration, held.entry.public):
-                    if one is not None:
-                        registrations[id(one)] = one
-        return self.adapter.metadata(list(registrations.values()), connection=True)
 
     # Operations.
 
@@ -245,12 +215,9 @@ class Connection:
             ClosedError: The connection is closed.
         """
         deadline = self._deadline(timeout)
-        held = self._hold(memories, target=direction is Direction.WRITE, public=public)
-        operation = PassiveOperation(self, direction, held, deadline=deadline)
-        operation.order = self._order(memories, stream, held)
-        self._start(operation)
-        self.progress.kick()
-        return operation
+        return starting.expose(
+            self, direction, memories, deadline=deadline, public=public, stream=stream
+        )
 
     def claim(
         self,
@@ -279,63 +246,17 @@ class Connection:
             PeerLostError: The owner can't be reached.
             ClosedError: The connection is closed.
         """
-        deadline = self._deadline(timeout)
-        held = self._hold(memories, target=offer.direction is Direction.READ)
-        try:
-            remote = self.contact(offer.owner, offer.metadata[0])
-            number = next(self._claim_numbers)
-            operation = ActiveOperation(self, remote, offer, held, claim=number, deadline=deadline)
-            operation.order = order_of_memories(memories, stream=stream)
-        except BaseException:
-            self._drop(held)
-            raise
-        self._start(operation)
-        operation.attend()
-        self.progress.kick()
-        return operation
-
-    def _order(
-        self, memories: Sequence[Memory], stream: object, held: Sequence[RegisteredMemory]
-    ) -> StreamOrder | None:
-        try:
-            return order_of_memories(memories, stream=stream)
-        except BaseException:
-            self._drop(held)
-            raise
-
-    def _start(self, operation: Operation) -> None:
-        try:
-            self.operations.add(operation)
-        except ClosedError as error:
-            operation.abort(error)
-            raise
+        deadline, number = self._deadline(timeout), next(self._claim_numbers)
+        return starting.claim(
+            self, offer, memories, number=number, deadline=deadline, stream=stream
+        )
 
     def transfer(self, operation: TransferOperation) -> None:
         """Start an operation that a protocol above has been granted by its own rules."""
-        self._start(operation)
+        starting.start(self, operation)
         operation.attend()
         if not operation.done:
             self.progress.kick()
-
-    def _hold(
-        self, memories: Sequence[Memory], *, target: bool, public: bool = False
-    ) -> list[RegisteredMemory]:
-        if target:
-            for index, memory in enumerate(memories):
-                require_writable(memory, f"memories[{index}]")
-        held: list[RegisteredMemory] = []
-        try:
-            # One by one, so that those before a refused one can be let go again.
-            for memory in memories:
-                held += [self.register(memory, public=public)]
-        except BaseException:
-            self._drop(held)
-            raise
-        return held
-
-    def _drop(self, held: Iterable[RegisteredMemory]) -> None:
-        for registered in held:
-            self.registry.release(registered)
 
     def _deadline(self, timeout: float | None) -> float | None:
         return deadline_after(self.timeout if timeout is None else timeout)
@@ -377,6 +298,10 @@ class Connection:
             raise ValueError("a secret is set: peers that can't authenticate are refused")
         self.operations.add_key(operation, key)
 
+    def poll(self) -> bool:
+        """Take in what has arrived; return whether anything had."""
+        return self.rounds.poll()
+
     def defer(self, ready: Callable[[], bool], action: Callable[[], None]) -> None:
         """Have the driver call `action`, without locks, once `ready` holds."""
         self.deferred.add(ready, action)
@@ -388,69 +313,7 @@ class Connection:
 
     def on_tick(self, callback: Callable[[float], None]) -> None:
         """Have a protocol above look at its deadlines, too: called by the driver, with the time."""
-        self._tickers.append(callback)
-
-    # Driven by progress.
-
-    def poll(self) -> bool:
-        """Take in what has arrived; return whether anything had."""
-        moved = self._dispatcher.poll()
-        if self._deferred_entries:
-            moved |= self.deferred.run()
-        return moved
-
-    def advance(self) -> bool:
-        """Advance operations that no thread attends; return whether anything moved."""
-        moved = False
-        for operation in list(self.operations.transfers):
-            if not operation.attended:
-                moved |= operation.attend()
-        return moved
-
-    def tick(self, now: float) -> None:
-        """Look at deadlines, silent remotes and what is left of lost ones."""
-        for operation in self.operations.overdue(now):
-            operation.expire()
-        waited_for = {
-            remote
-            for operation in (*self.operations.transfers, *self.operations.busy)
-            if (remote := operation.remote) is not None
-        }
-        for exposed in list(self.operations.busy):
-            if exposed.done:
-                exposed.check_quarantine()
-        if now >= self._next_mending:
-            self._next_mending = now + MENDING_SECONDS
-            for operation in list(self.operations.ended):
-                operation.mend()
-        self.contacts.look_after(now, waited_for)
-        self.registry.collect()
-        for callback in self._tickers:
-            callback(now)
-
-    def is_moving(self) -> bool:
-        """Whether bytes are meant to be moving, to or from this process."""
-        return bool(self.operations.transfers or self.operations.busy or self.deferred.entries)
-
-    def is_watched(self) -> bool:
-        """Whether somebody waits for an end who doesn't poll."""
-        return bool(self.operations.watched)
-
-    def poll_interval(self) -> float | None:
-        """Longest sleep between two polls that what is outstanding allows."""
-        operations = self.operations
-        if operations.watched or self.deferred.entries:
-            return WAIT_SECONDS
-        if any(not one.done for one in (*operations.transfers, *operations.busy)):
-            return WAIT_SECONDS
-        if len(operations):
-            return EXPOSED_SECONDS
-        # Once metadata has left, a stranger may knock at any time, and is owed an answer.
-        waiting = self._reachable or len(self.contacts) or self.contacts.lingering
-        return IDLE_SECONDS if waiting else None
-
-    def crash(self, error: BaseException) -> None:
-        self.abort(f"its progress thread failed: {error!r}")
+        self.rounds.tickers.append(callback)
 
     # The end.
 
@@ -463,61 +326,20 @@ class Connection:
             timeout: Seconds. What has not ended by the last quarter of them is stopped, on both
                 sides, and what can't be is aborted at their end.
         """
-        if self._closed:
-            return
-        deadline = deadline_after(timeout)
-        self.closing = True
-        with contextlib.suppress(ClosedError):  # Another thread has aborted it meanwhile.
-            for operation in self.operations.all():
-                if isinstance(operation, PassiveOperation):
-                    if operation.grant.state is GrantState.OFFERED:
-                        operation.cancel()
-            patience = deadline_after(timeout * (1 - STOP_SHARE))
-            if not self.progress.wait_until(self._has_ended, patience):
-                for operation in self.operations.all():
-                    operation.shut(ClosedError(f"{operation}: stopped by its connection's end"))
-                self.progress.wait_until(self._has_ended, deadline)
-            if not self.operations.transfers:
-                # Who has just said BYE is not to be sent one: NIXL logs an error for each.
-                self.progress.sweep()
-                # Peers take it as proof that we touch their memory no more.
-                self.contacts.say_bye()
-        self.abort("it was closed")
-
-    def _has_ended(self) -> bool:
-        # The thread that closes may be the one that advances operations otherwise.
-        self.advance()
-        return all(operation.quarantined for operation in self.operations.all())
+        ending.close(self, timeout)
 
     def abort(self, why: str = "it was aborted") -> None:
         """End at once: destroy the agent and fail everything that has not ended. Idempotent.
 
         Memory that a live peer was granted is never given back to the allocator: the peer may
-        still touch it, and nothing can stop it. The same goes for memory of our own that a
-        thread is still moving after `ABORT_SECONDS`. Nobody may call it from a signal handler.
+        still touch it, and nothing can stop it. The same goes for memory of our own that a thread
+        is still moving after `ending.ABORT_SECONDS`. Nobody may call it from a signal handler.
         """
         with self.lock:
             if self._closed:
                 return
             self._closed = why
-        host.unwatch(self)
-        self.progress.stop()
-        operations = self.operations.close()
-        # A thread that is inside a post moves bytes until it returns, agent or not.
-        deadline = time.monotonic() + ABORT_SECONDS
-        for operation in operations:
-            safe = (
-                not operation.touchable
-                if isinstance(operation, PassiveOperation)
-                else operation.hold(deadline - time.monotonic())
-            )
-            if not safe:
-                host.keep_for_ever(operation.memories)
-        self.adapter.close()
-        self.registry.close()
-        for operation in operations:
-            operation.abort(ClosedError(f"{operation}: the connection is closed: {why}"))
-        self.progress.stop()
+        ending.abort(self, why)
 
     def disown(self) -> None:
         """Never touch the library again: this is a forked child, and the agent the parent's."""

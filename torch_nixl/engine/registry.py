@@ -24,7 +24,7 @@ import itertools
 import threading
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from torch_nixl.engine.adapter import Adapter, MemoryKind, Region, Registration, Spans
@@ -353,6 +353,27 @@ class Registry:
                 self._retire(slot, entry)
                 if self.statistics.live_bytes <= max_bytes:
                     return
+
+
+def regions_by_kind(memories: Iterable[RegisteredMemory]) -> list[list[Registration]]:
+    """The regions that memories lie in, each once, in one list for each kind of memory."""
+    found: dict[MemoryKind, dict[int, Registration]] = {}
+    for held in memories:
+        if held.entry is not None:
+            registration = held.entry.registration
+            found.setdefault(held.memory.kind, {})[id(registration)] = registration
+    return [list(group.values()) for group in found.values()]
+
+
+def public_regions(memories: Iterable[RegisteredMemory]) -> list[Registration]:
+    """The regions that memories lie in, each once under each of its device ids."""
+    found: dict[int, Registration] = {}
+    for held in memories:
+        if held.entry is not None:
+            for one in (held.entry.registration, held.entry.public):
+                if one is not None:
+                    found[id(one)] = one
+    return list(found.values())
 
 
 def _key(memory: Memory) -> _Key:

@@ -6,6 +6,7 @@ import pickle
 import threading
 from typing import TYPE_CHECKING, Any
 
+from torch_nixl.engine.starting import register_all
 from torch_nixl.engine.streams import Landing as LandsOn
 from torch_nixl.engine.streams import StreamDevice, device_of
 from torch_nixl.errors import TransferError
@@ -13,7 +14,7 @@ from torch_nixl.p2p.bundles import fits_frame
 from torch_nixl.p2p.description import Content
 from torch_nixl.p2p.device_receiving import DeviceReceive
 from torch_nixl.p2p.landing import ObjectLanding, Pickle, TreeLanding
-from torch_nixl.p2p.layout import Layout, register_all
+from torch_nixl.p2p.layout import Layout
 from torch_nixl.p2p.receiving import ReceiveOperation
 from torch_nixl.p2p.tensors import Target
 

@@ -7,7 +7,7 @@ import weakref
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from torch_nixl.engine.operation import deadline_after
-from torch_nixl.engine.registry import RegisteredMemory
+from torch_nixl.engine.starting import register_all, release_all
 from torch_nixl.errors import TransferTimeout
 from torch_nixl.p2p.buffers import buffers_of
 from torch_nixl.p2p.session import Session
@@ -183,16 +183,12 @@ def _open(
     exchange, other = communicator.contact_for_channel(peer, tag, timeout)
     buffers = buffers_of(like)
     connection = exchange.connection
-    held: list[RegisteredMemory] = []
+    held = register_all(connection, [one.memory for one in buffers if one.memory.nbytes])
     try:
-        for one in buffers:
-            # One by one, so that those before a refused one can be let go again.
-            held += [connection.register(one.memory)] if one.memory.nbytes else []
         session = Session(exchange, other, tag, buffers, held)
         exchange.channels.open(session)
     except BaseException:
-        for registered in held:
-            connection.registry.release(registered)
+        release_all(connection, held)
         raise
     return session
 

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from torch_nixl.engine.adapter import Spans
-from torch_nixl.engine.memory import Memory
 from torch_nixl.engine.registry import RegisteredMemory
 from torch_nixl.p2p.place import Stretch, cut, stretches
-
-if TYPE_CHECKING:
-    from torch_nixl.engine.connection import Connection
 
 
 class Layout:
@@ -90,20 +85,3 @@ class Layout:
             if left > 0:
                 regions.append((held, left))
         return Layout(regions, spans, self.nbytes - start)
-
-
-def register_all(connection: Connection, memories: Sequence[Memory]) -> list[RegisteredMemory]:
-    """Register memories; hold all of them, or none if one can't be."""
-    held: list[RegisteredMemory] = []
-    try:
-        held.extend(connection.register(memory) for memory in memories)
-    except BaseException:
-        release_all(connection, held)
-        raise
-    return held
-
-
-def release_all(connection: Connection, held: Sequence[RegisteredMemory]) -> None:
-    """Give up what `register_all` held."""
-    for one in held:
-        connection.registry.release(one)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from torch_nixl.engine.adapter import Direction
 from torch_nixl.engine.operation import Operation
+from torch_nixl.engine.starting import register_all
 from torch_nixl.errors import (
     ClosedError,
     PeerLostError,
@@ -16,7 +17,7 @@ from torch_nixl.errors import (
 )
 from torch_nixl.p2p import protocol
 from torch_nixl.p2p.description import Content
-from torch_nixl.p2p.layout import Layout, register_all
+from torch_nixl.p2p.layout import Layout
 from torch_nixl.p2p.message import Message
 from torch_nixl.p2p.move import MoveOperation, Regions
 from torch_nixl.p2p.peer import Peer, is_out_of_sight, with_rank

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from torch_nixl.engine.memory import tensor_memory
+from torch_nixl.engine.starting import register_all, release_all
 from torch_nixl.engine.streams import FAKES, order_of
 from torch_nixl.engine.streams import landing as landing_of
 from torch_nixl.p2p import protocol
@@ -25,7 +26,6 @@ from torch_nixl.p2p.bundles import (
 from torch_nixl.p2p.description import DEVICES, Bundle, Form
 from torch_nixl.p2p.fitting import NOTHING
 from torch_nixl.p2p.landing import TreeLanding
-from torch_nixl.p2p.layout import register_all, release_all
 from torch_nixl.p2p.manifest import Packed
 from torch_nixl.p2p.sending import SendOperation
 from torch_nixl.p2p.tensors import host_address, sendable

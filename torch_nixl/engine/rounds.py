@@ -1,0 +1,97 @@
+"""What a connection does in the rounds of its driver. See `progress.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from torch_nixl.engine.deferred import Deferred
+from torch_nixl.engine.dispatch import Dispatcher
+from torch_nixl.engine.progress import EXPOSED_SECONDS, IDLE_SECONDS, WAIT_SECONDS
+
+if TYPE_CHECKING:
+    from torch_nixl.engine.connection import Connection
+
+MENDING_SECONDS = 1.0
+"""How often ends that were cut short are looked for."""
+
+
+class Rounds:
+    """One connection's part of `progress.Driven`.
+
+    Attributes:
+        reachable: Whether metadata that tells how to reach this process has left it.
+        tickers: What protocols above look at besides, called with the time.
+    """
+
+    def __init__(self, connection: Connection, dispatcher: Dispatcher, deferred: Deferred) -> None:
+        self.reachable = False
+        self.tickers: list[Callable[[float], None]] = []
+        self._connection = connection
+        self._operations = connection.operations
+        self._dispatcher = dispatcher
+        self._deferred = deferred
+        self._deferred_entries = deferred.entries  # looked at in every poll
+        self._next_mending = 0.0
+
+    def poll(self) -> bool:
+        """Take in what has arrived; return whether anything had."""
+        moved = self._dispatcher.poll()
+        if self._deferred_entries:
+            moved |= self._deferred.run()
+        return moved
+
+    def advance(self) -> bool:
+        """Advance operations that no thread attends; return whether anything moved."""
+        moved = False
+        for operation in list(self._operations.transfers):
+            if not operation.attended:
+                moved |= operation.attend()
+        return moved
+
+    def tick(self, now: float) -> None:
+        """Look at deadlines, silent remotes and what is left of lost ones."""
+        connection = self._connection
+        for operation in self._operations.overdue(now):
+            operation.expire()
+        waited_for = {
+            remote
+            for operation in (*self._operations.transfers, *self._operations.busy)
+            if (remote := operation.remote) is not None
+        }
+        for exposed in list(self._operations.busy):
+            if exposed.done:
+                exposed.check_quarantine()
+        if now >= self._next_mending:
+            self._next_mending = now + MENDING_SECONDS
+            for operation in list(self._operations.ended):
+                operation.mend()
+        connection.contacts.look_after(now, waited_for)
+        connection.registry.collect()
+        for callback in self.tickers:
+            callback(now)
+
+    def is_moving(self) -> bool:
+        """Whether bytes are meant to be moving, to or from this process."""
+        return bool(self._operations.transfers or self._operations.busy or self._deferred_entries)
+
+    def is_watched(self) -> bool:
+        """Whether somebody waits for an end who doesn't poll."""
+        return bool(self._operations.watched)
+
+    def poll_interval(self) -> float | None:
+        """Longest sleep between two polls that what is outstanding allows."""
+        operations, contacts = self._operations, self._connection.contacts
+        if operations.watched or self._deferred_entries:
+            return WAIT_SECONDS
+        if any(not one.done for one in (*operations.transfers, *operations.busy)):
+            return WAIT_SECONDS
+        if len(operations):
+            return EXPOSED_SECONDS
+        # Once metadata has left, a stranger may knock at any time, and is owed an answer.
+        waiting = self.reachable or len(contacts) or contacts.lingering
+        return IDLE_SECONDS if waiting else None
+
+    def crash(self, error: BaseException) -> None:
+        """End everything: the driver met a bug."""
+        self._connection.abort(f"its progress thread failed: {error!r}")
