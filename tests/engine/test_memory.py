@@ -64,7 +64,8 @@ def check(memory: Memory) -> None:
     assert not memory.spans.flags.writeable
     assert memory.nbytes == algebra.total(memory.spans)
     assert algebra.merge(memory.spans) is memory.spans
-    assert algebra.within(memory.spans, memory.base, memory.extent)
+    for address, nbytes in memory.spans.tolist():
+        assert memory.base <= address and address + nbytes <= memory.base + memory.extent
     assert memory.writable == (memory.reason == "")
     if memory.anchor is not None:
         weakref.ref(memory.anchor)

@@ -262,37 +262,6 @@ class TestPieces:
             algebra.pieces(make((1, 1)), make((1, 1)), max_bytes=limits[0], max_spans=limits[1])
 
 
-class TestWithin:
-    edge = st.one_of(st.integers(0, 40), st.integers(TOP - 40, TOP - 1), st.integers(0, TOP - 1))
-
-    @bounded
-    @given(st.lists(st.tuples(edge, edge), max_size=3), st.integers(-1, TOP), st.integers(-1, TOP))
-    def test_agrees_with_unbounded_integers(
-        self, rows: list[tuple[int, int]], base: int, extent: int
-    ) -> None:
-        real = base >= 0 and extent >= 0 and base + extent <= TOP
-        expected = real and all(base <= a and a + n <= base + extent for a, n in rows)
-        assert algebra.within(make(*rows), base, extent) == expected
-
-    @bounded
-    @given(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 6)), max_size=3))
-    def test_agrees_near_a_small_region(self, rows: list[tuple[int, int]]) -> None:
-        expected = all(a >= 4 and a + n <= 12 for a, n in rows)
-        assert algebra.within(make(*rows), 4, 8) == expected
-
-    @pytest.mark.parametrize(
-        "row", [(TOP - 1, 2), (0, 8), (4, TOP - 1), (12, TOP - 8), (TOP - 4, 12)]
-    )
-    @pytest.mark.parametrize("num_rows", [1, 2])
-    def test_nothing_wraps_into_a_region(self, row: tuple[int, int], num_rows: int) -> None:
-        assert not algebra.within(make(*[row] * num_rows), 4, 8)
-
-    def test_the_whole_address_space_is_a_region(self) -> None:
-        assert algebra.within(make((1, TOP - 1)), 0, TOP)
-        assert algebra.within(make((TOP - 1, 1), (0, 1)), 0, TOP)
-        assert not algebra.within(make((2, TOP - 1)), 0, TOP)
-
-
 class TestSmallOnes:
     @bounded
     @given(full_rows)

@@ -92,7 +92,6 @@ class AbstractOperation(ABC):
         self._connection = connection
         self._kind = operation_kind
         self._local = as_descriptors(local_descriptors)
-        self._notification_key = notification_key
         self._operation: Operation
 
     def _begin(self, operation: Operation) -> None:

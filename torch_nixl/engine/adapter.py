@@ -69,14 +69,11 @@ class Capabilities:
             each registration can have one of its own. See [Note: device ids].
         backends: Names of the backends that were set up.
         version: The library's version.
-        inline_post: True when `Adapter.post` copies the bytes before it returns on the path that
-            same-host peers take, so that large posts are worth cutting.
     """
 
     free_device_ids: frozenset[MemoryKind]
     backends: tuple[str, ...]
     version: str
-    inline_post: bool = True
 
 
 class Registration(Protocol):

@@ -30,9 +30,6 @@ _CRC_AT: Final = 12
 _MAC_AT: Final = 16
 _NO_MAC: Final = bytes(32)
 
-ENVELOPE_OVERHEAD: Final = _HEADER.size
-"""Bytes that `seal` adds."""
-
 
 def derive(secret: bytes, label: str) -> bytes:
     """Derive the 32-byte key for one purpose from a shared secret.

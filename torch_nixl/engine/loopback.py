@@ -46,7 +46,6 @@ class LoopbackFabric:
             free_device_ids=frozenset(free_device_ids),
             backends=("LOOPBACK",),
             version="1",
-            inline_post=mode == "inline",
         )
 
     def adapter(self, name: str) -> LoopbackAdapter:

@@ -170,11 +170,6 @@ class Registry:
         if self._orphans or self._waste:
             self.collect()
 
-    def is_registered(self, memory: Memory) -> bool:
-        """Whether `memory` lies in a live registration."""
-        with self._lock:
-            return self._find(memory) is not None
-
     def collect(self) -> None:
         """Deregister what died since. Called by the progress driver, never by a finalizer."""
         if not self._orphans and not self._waste:

@@ -177,35 +177,6 @@ def overlaps(spans: Spans) -> bool:
     return bool((spans[1:, 0] <= last).any())
 
 
-def within(spans: Spans, base: int, extent: int) -> bool:
-    """Tell whether every span lies in the `extent` bytes from `base`.
-
-    Safe on spans that a peer made up: nothing wraps. An empty span must lie inside too, its
-    address may equal the end. A region that can't exist contains nothing, not even no spans.
-
-    Args:
-        spans: ``[n, 2]``, any values.
-        base: Address of the region.
-        extent: Bytes of the region.
-    """
-    if base < 0 or extent < 0 or base + extent > ADDRESS_LIMIT:
-        return False
-    if extent == ADDRESS_LIMIT:
-        return all(address + nbytes <= ADDRESS_LIMIT for address, nbytes in spans.tolist())
-    if len(spans) == 1:
-        offset = int(spans[0, 0]) - base
-        return 0 <= offset <= extent and int(spans[0, 1]) <= extent - offset
-    if not len(spans):
-        return True
-    low, size = _UINT64.type(base), _UINT64.type(extent)
-    addresses = spans[:, 0]
-    offsets = addresses - low
-    # Where an offset wrapped or exceeds the region, one of the first two conditions is false,
-    # so that the difference in the third need not be meaningful there.
-    inside = (addresses >= low) & (offsets <= size) & (spans[:, 1] <= size - offsets)
-    return bool(inside.all())
-
-
 def with_device(spans: Spans, device_id: int) -> Spans:
     """Return ``[n, 3]`` C-contiguous uint64: the spans and `device_id` in a third column."""
     if len(spans) == 1:
