@@ -7,19 +7,29 @@ would never return.
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 
 import pytest
 import torch
 import torch.distributed as dist
 from slow_streams import SECONDS, queued, wait_on
+from torch.distributed import HashStore
 
 from collectives.conftest import World
 from torch_nixl import collectives as c
 from torch_nixl.collectives import CollectiveWork
+from torch_nixl.collectives.operation import CollectiveOperation
 from torch_nixl.collectives.reduction import ReduceOp
-from torch_nixl.errors import PoisonedError, TorchNixlError, TransferError, TransferTimeout
+from torch_nixl.engine.connection import Connection
+from torch_nixl.errors import (
+    PoisonedError,
+    TorchNixlError,
+    TransferCancelled,
+    TransferError,
+    TransferTimeout,
+)
 from torch_nixl.p2p.communicator import Communicator
-from torch_nixl.testing import FakeDevice
+from torch_nixl.testing import FakeDevice, LoopbackFabric
 
 COUNT = 5000
 
@@ -298,6 +308,38 @@ def test_cancel_before_the_stream_gets_there(world: World, slow: threading.Event
     slow.set()
     one.stream.synchronize(SECONDS)
     assert bool(seen[0].isnan().all())
+
+
+def test_failure_before_all_ranks_have_come(device: FakeDevice, fabric: LoopbackFabric) -> None:
+    """Its order among the device's work isn't known yet then."""
+    connection = Connection(fabric.adapter("only"))
+    try:
+        with (
+            Communicator(HashStore(), 0, 2, connection=connection) as only,
+            pytest.raises(TransferTimeout, match="rank 1 has not made its Communicator"),
+        ):
+            c.all_reduce_tensor(device.zeros(10), group=only, timeout=0.1)
+    finally:
+        connection.abort()
+
+
+def test_failure_while_its_memory_is_made_holds_none(
+    world: World, device: FakeDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, _ = world(2)
+    prepare = CollectiveOperation.prepare
+
+    def fail_first(self: CollectiveOperation, moved: Sequence[torch.Tensor]) -> None:
+        self.cancel()  # As if another rank had said so meanwhile.
+        assert self.wait_released(SECONDS)
+        prepare(self, moved)
+
+    monkeypatch.setattr(CollectiveOperation, "prepare", fail_first)
+    tensor = device.zeros(50_000)
+    work = some(c.all_reduce_tensor(tensor, group=a, async_op=True))
+    with pytest.raises(TransferCancelled):
+        work.wait()
+    assert work._operation.memories == ()
 
 
 def test_abort_lets_streams_go_on(world: World, slow: threading.Event) -> None:

@@ -29,12 +29,13 @@ class DeviceCollective(Ordered, CollectiveOperation):
     """One rank's part in a collective of which some tensor is on a device.
 
     Attributes:
-        order: Its place among the work of its devices.
+        order: Its place among the work of its devices; None until it is prepared, and for good if
+            it has failed by then.
     """
 
     __slots__ = ("_exchange", "_last", "_outs", "order")
 
-    order: StreamOrder
+    order: StreamOrder | None
 
     def __init__(
         self,
@@ -48,6 +49,7 @@ class DeviceCollective(Ordered, CollectiveOperation):
     ) -> None:
         super().__init__(group, communicator, signature, number, algorithm, outputs, limit)
         self._exchange = communicator._exchange
+        self.order = None
         self._outs: tuple[torch.Tensor, ...] = ()
         self._last = False
 
@@ -65,7 +67,7 @@ class DeviceCollective(Ordered, CollectiveOperation):
         """Have the device's thread run the algorithm, if that can go on."""
         order = self.order
         running = self._running
-        while not self._done and order.passed():
+        while not self._done and order is not None and order.passed():
             goes_on = False
             try:  # [Note: interrupts] in engine/progress.py
                 # The flag stays set while the device's thread has its turn: no lock could be
@@ -147,8 +149,9 @@ class DeviceCollective(Ordered, CollectiveOperation):
 
     def _drop_steps(self) -> None:
         box: list[object] = [self._steps]
-        self._steps = None
-        self.order.devices[0].discard(box)
+        super()._drop_steps()
+        if self.order is not None:
+            self.order.devices[0].discard(box)
 
     def abort(self, error: BaseException) -> None:
         self._group.forget(self)

@@ -26,7 +26,7 @@ from torch_nixl.collectives.port import Port
 from torch_nixl.collectives.protocol import Signature
 from torch_nixl.engine.memory import tensor_memory
 from torch_nixl.engine.operation import Operation, deadline_after
-from torch_nixl.engine.starting import register_all
+from torch_nixl.engine.starting import register_all, release_all
 from torch_nixl.errors import TransferCancelled
 from torch_nixl.p2p.receiving import ReceiveOperation
 from torch_nixl.p2p.sending import SendOperation
@@ -163,7 +163,14 @@ class CollectiveOperation(Operation):
 
     def hold_memory(self, tensors: Sequence[torch.Tensor]) -> None:
         """Register tensors until its end, so that their parts are found registered."""
-        self._memories += tuple(register_all(self._connection, list(map(tensor_memory, tensors))))
+        held = register_all(self._connection, list(map(tensor_memory, tensors)))
+        with self._connection.lock:
+            ended = self._released
+            if not ended:
+                self._memories += tuple(held)
+        if ended:
+            # Another thread has ended it while the caller's prepared it.
+            release_all(self._connection, held)
 
     def _mode(self) -> contextlib.AbstractContextManager[object]:
         return torch.inference_mode() if self._inference else _AS_IT_IS
