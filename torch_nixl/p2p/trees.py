@@ -87,11 +87,7 @@ class TreeMethods:
         """
         operation = self._send_tree(tree, dst, tag, timeout, waiting=True)
         if isinstance(operation, SendOperation):
-            try:
-                operation.wait()
-            except BaseException:
-                operation.cancel()  # Interrupted: nobody else can.
-                raise
+            _wait(operation)
 
     def isend_tree(
         self, tree: object, dst: int, *, tag: int = 0, timeout: float | None = None
@@ -141,11 +137,7 @@ class TreeMethods:
             ClosedError: This Communicator is closed.
         """
         operation = self._receive_tree(src, out, like, tag, device, timeout, spin=True)
-        try:
-            operation.wait()
-        except BaseException:
-            operation.cancel()  # Interrupted: it must not take the next message.
-            raise
+        _wait(operation)
         operation.keep()
         return operation.received()
 
@@ -174,11 +166,7 @@ class TreeMethods:
         """
         operation = self._send_object(value, dst, tag, timeout, waiting=True)
         if isinstance(operation, SendOperation):
-            try:
-                operation.wait()
-            except BaseException:
-                operation.cancel()  # Interrupted: nobody else can.
-                raise
+            _wait(operation)
 
     def isend_object(
         self, value: object, dst: int, *, tag: int = 0, timeout: float | None = None
@@ -202,11 +190,7 @@ class TreeMethods:
             Exception: Whatever unpickling raises.
         """
         operation = self._receive_object(src, tag, timeout, spin=True)
-        try:
-            operation.wait()
-        except BaseException:
-            operation.cancel()  # Interrupted: it must not take the next message.
-            raise
+        _wait(operation)
         return operation.received()
 
     def irecv_object(
@@ -341,11 +325,7 @@ class TreeMethods:
         landing.load_kernels()
         order = order_of(landing.own_tensors)
         operation = TreeReceive(self._exchange, src, tag, landing, deadline, order, lands)
-        try:
-            self._exchange.inbox.post(operation, spin=spin)
-        except BaseException:
-            operation.give_up()
-            raise
+        self._post(operation, spin=spin)
         return operation
 
     def _receive_object(
@@ -354,9 +334,21 @@ class TreeMethods:
         tag = protocol.check_tag(tag)
         src, deadline = self._source(src, timeout)
         operation = ObjectReceive(self._exchange, src, tag, deadline)
+        self._post(operation, spin=spin)
+        return operation
+
+    def _post(self, operation: TreeReceive | ObjectReceive, *, spin: bool) -> None:
         try:
             self._exchange.inbox.post(operation, spin=spin)
         except BaseException:
             operation.give_up()
             raise
-        return operation
+
+
+def _wait(operation: SendOperation | TreeReceive | ObjectReceive) -> None:
+    """Wait until it has ended. Interrupted, it must neither take nor be the next message."""
+    try:
+        operation.wait()
+    except BaseException:
+        operation.cancel()
+        raise
