@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from examples.test_engine_examples import torchrun
+from examples.running import torchrun
 
 
 @pytest.mark.parametrize(

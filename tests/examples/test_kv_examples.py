@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from examples.test_engine_examples import torchrun
+from examples.running import torchrun
 
 ROOT = Path(__file__).parents[2]
 SENTENCE = "Tell me how rain, rivers, lakes and the sea belong together, and what the sun does. "

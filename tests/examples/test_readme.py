@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from examples.running import ROOT, torchrun
 
 
 def test_the_first_example_prints_what_the_readme_says(tmp_path: Path) -> None:
@@ -18,20 +15,4 @@ def test_the_first_example_prints_what_the_readme_says(tmp_path: Path) -> None:
     assert command == "torchrun --nproc-per-node=2 move.py"
     program = tmp_path / "move.py"
     program.write_text(code)
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node=2",
-            program,
-        ],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == printed
+    assert torchrun(program) == printed
