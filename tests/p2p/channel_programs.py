@@ -46,7 +46,12 @@ def check(channel: Channel[dict[str, Any]], value: int) -> None:
         assert bool((one == value).all()), (value, one)
 
 
-def count_calls(owner: object, names: tuple[str, ...]) -> Counter[str]:
+def count_calls(
+    owner: object,
+    names: tuple[str, ...],
+    replace: Callable[[object, str, object], None] = setattr,
+) -> Counter[str]:
+    """Count calls of an object's methods from now on, which `replace` replaces."""
     calls: Counter[str] = Counter()
 
     def counting(name: str, method: Callable[..., object]) -> Callable[..., object]:
@@ -57,7 +62,7 @@ def count_calls(owner: object, names: tuple[str, ...]) -> Counter[str]:
         return call
 
     for name in names:
-        setattr(owner, name, counting(name, getattr(owner, name)))
+        replace(owner, name, counting(name, getattr(owner, name)))
     return calls
 
 

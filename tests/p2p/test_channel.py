@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.distributed import HashStore, Store
 
+from p2p.channel_programs import count_calls
 from p2p.conftest import World
 from torch_nixl.engine.connection import Connection
 from torch_nixl.engine.loopback import LoopbackAdapter
@@ -55,7 +56,7 @@ def pair(
     ends = [one.channel(1 - rank, like=like()) for rank, one in enumerate(communicators)]
     for end in ends:
         progress = end._communicator.connection.progress
-        assert progress.wait_until(lambda: end._session._agreed, None)  # noqa: B023
+        assert progress.wait_until(lambda: end._session._agreed, None)  # noqa: B023 - called in this turn
     return ends[0], ends[1]
 
 
@@ -72,21 +73,6 @@ def both_released(*communicators: Communicator) -> bool:
         )
 
     return communicators[0].connection.progress.wait_until(clean, None)
-
-
-def count_calls(owner: object, names: tuple[str, ...], patch: pytest.MonkeyPatch) -> Counter[str]:
-    calls: Counter[str] = Counter()
-
-    def counting(name: str, method: Callable[..., object]) -> Callable[..., object]:
-        def call(*args: object, **kwargs: object) -> object:
-            calls[name] += 1
-            return method(*args, **kwargs)
-
-        return call
-
-    for name in names:
-        patch.setattr(owner, name, counting(name, getattr(owner, name)))
-    return calls
 
 
 def a_tree() -> dict[str, Any]:
@@ -181,18 +167,19 @@ def test_tensors_without_bytes_are_a_barrier(world: World, path: str) -> None:
 def test_after_the_first_step_nothing_is_looked_up(
     world: World, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
-    calls = [count_calls(HashStore, STORE_CALLS, monkeypatch)]
+    calls = [count_calls(HashStore, STORE_CALLS, monkeypatch.setattr)]
     a, b = pair(world, lambda: [torch.zeros(HUGE), torch.zeros(100)])
     work = b.irecv()
     a.send()
     work.wait()
     assert sum(calls[0].values()) > 0, "nothing is counted"
     calls += [
-        count_calls(adapter_of(end._communicator), ADAPTER_CALLS, monkeypatch) for end in (a, b)
+        count_calls(adapter_of(end._communicator), ADAPTER_CALLS, monkeypatch.setattr)
+        for end in (a, b)
     ]
     before = calls[0].copy()
     posts = count_calls(
-        a._communicator.connection.adapter, ("prepare_indexed", "notify"), monkeypatch
+        a._communicator.connection.adapter, ("prepare_indexed", "notify"), monkeypatch.setattr
     )
     for turn in range(1, 11):
         fill(a.like, turn)
@@ -217,7 +204,7 @@ def test_small_steps_take_one_frame_each_way(world: World, monkeypatch: pytest.M
     b.recv()
     work.wait()
     sent = [
-        count_calls(end._communicator.connection.adapter, ("notify",), monkeypatch)
+        count_calls(end._communicator.connection.adapter, ("notify",), monkeypatch.setattr)
         for end in (a, b)
     ]
     for _ in range(10):
