@@ -168,7 +168,7 @@ class Handler(BaseHTTPRequestHandler):
             # answer is seen to be cut short.
             self.close_connection = True
 
-    def log_message(self, format: str, *args: object) -> None:  # noqa: A002
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the name that http.server gives it
         """Keep quiet."""
 
 

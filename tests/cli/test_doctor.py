@@ -97,7 +97,7 @@ def test_modules_of_ucx_are_there_and_why_not_loaded(healthy: tuple[Report, int]
 def test_report_can_be_read_by_a_person(healthy: tuple[Report, int]) -> None:
     report, _ = healthy
     finding = Finding(name="ODD", severity="warning", problem="[odd] thing", mend="unset [it]")
-    console = Console(record=True, width=100, file=open(os.devnull, "w"))  # noqa: SIM115
+    console = Console(record=True, width=100, file=open(os.devnull, "w"))  # noqa: SIM115 - as long as the console lives
     with console.file:
         streams = ("cuda:0: wait() blocks the host: not supported",)
         update = {"findings": (finding,), "streams": streams}

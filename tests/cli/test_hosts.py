@@ -116,7 +116,7 @@ def _check_text(report: HostsReport) -> None:
     assert report.visit.there is not None
     odd = report.visit.there.model_copy(update={"hostname": "\x1b[2J[bold]evil"})
     visit = report.visit.model_copy(update={"there": odd})
-    console = Console(record=True, width=100, file=open(os.devnull, "w"))  # noqa: SIM115
+    console = Console(record=True, width=100, file=open(os.devnull, "w"))  # noqa: SIM115 - as long as the console lives
     with console.file:
         render_hosts(report.model_copy(update={"visit": visit}), console)
     text = console.export_text()

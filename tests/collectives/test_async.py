@@ -64,7 +64,7 @@ def test_threads_of_ranks_wait_inline(world: World) -> None:
             for _ in range(5):
                 assert c.all_reduce_tensor(tensors[rank.rank], group=rank) is None
                 c.barrier(group=rank)
-        except BaseException as error:  # noqa: BLE001
+        except BaseException as error:  # noqa: BLE001 - shown by the test
             errors.append(error)
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in ranks]

@@ -63,9 +63,12 @@ def test_a_dropped_read_of_a_forgotten_connector_ends() -> None:
 EXITS = {
     "a daemon thread opens a connection": """
 import threading, time
+from torch_nixl.engine import host
 connector = connect.Connector("a")
-threading.Thread(target=connector.connection, daemon=True).start()
-time.sleep(0.1)
+opening = threading.Thread(target=connector.connection, daemon=True)
+opening.start()
+while opening.is_alive() and not host._num_opening:
+    time.sleep(0.001)
 """,
     "an operation is published": """
 from torch.distributed import TCPStore

@@ -50,8 +50,7 @@ class Pair:
         self.a = Connection(fabric.adapter("a"), timeout=10)
         self.b = Connection(fabric.adapter("b"), timeout=10)
         self.remote: Remote = self.a.contact("b", self.b.metadata()[0])
-        ready = lambda: self.remote.contact is Contact.READY  # noqa: E731
-        assert self.a.progress.wait_until(ready, None)
+        assert self.a.progress.wait_until(lambda: self.remote.contact is Contact.READY, None)
         self.ours, self.theirs = Pages(self.a), Pages(self.b, fill=100)
         self.local = self.a.prepared.local(MemoryKind.DRAM, self.ours.rows, [self.ours.held])
         self.far = self.prepare_far(self.theirs)

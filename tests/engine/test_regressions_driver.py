@@ -76,7 +76,7 @@ def test_a_waiter_that_follows_learns_of_its_grant_at_once(
     never = reader.expose(READ, [memory()])
 
     def lead() -> None:
-        with contextlib.suppress(TransferCancelled):
+        with contextlib.suppress(TransferCancelled):  # At the test's end.
             never.wait(8)
 
     leader = in_thread(lead)

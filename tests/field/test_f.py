@@ -24,7 +24,7 @@ def test_f1_a_buffer_of_another_shape(two: Two, columns: int) -> None:
             two.b.recv(0, out=out)
         assert bool((out == -1.0).all())
         # A small one has left before it is refused: then its Work says so later.
-        told = two.a.connection.progress.wait_until(lambda: work.exception() is not None, None)  # noqa: B023
+        told = two.a.connection.progress.wait_until(lambda: work.exception() is not None, None)  # noqa: B023 - called in this turn
         assert told
         with pytest.raises(MismatchError) as theirs:
             work.wait(DEADLINE)

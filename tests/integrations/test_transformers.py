@@ -79,7 +79,7 @@ class Pair:
         deadline = time.monotonic() + 10
         for side in (self.server, self.client):
             reached = side._service.connection.progress.wait_until(
-                lambda: side.reclaim() == side.pool.num_pages,  # noqa: B023
+                lambda: side.reclaim() == side.pool.num_pages,  # noqa: B023 - called in this turn
                 deadline,
             )
             assert reached, side.pool

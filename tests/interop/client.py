@@ -149,10 +149,10 @@ class Peer:
             return
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError):  # It has died, or was asked to before.
             self._process.stdin.write(b'{"command": "exit"}\n')
             self._process.stdin.flush()
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # The same, of what was not flushed.
             self._process.stdin.close()
         try:
             self._process.wait(10)

@@ -161,7 +161,7 @@ def test_altered_frames_harm_nobody_else(
         try:
             work.wait()
         except (RuntimeError, ValueError):
-            continue
+            continue  # What was forged may have failed it; that it ends is what counts.
     assert not good.connection.closed
     assert not bad.connection.closed
     assert good.connection.statistics().frames_refused > 100

@@ -38,7 +38,7 @@ def ends(world: World, like: Callable[[int], Any]) -> tuple[Channel[Any], Channe
     made = a.channel(1, like=like(0)), b.channel(0, like=like(1))
     for one in made:
         progress = one._communicator.connection.progress
-        assert progress.wait_until(lambda: one._session._agreed, None)  # noqa: B023
+        assert progress.wait_until(lambda: one._session._agreed, None)  # noqa: B023 - called in this turn
     return made
 
 

@@ -597,7 +597,7 @@ def test_each_communicator_names_a_lost_agent_by_its_own_rank(fabric: LoopbackFa
         with pytest.raises(PeerLostError) as caught:
             work.wait(10)
         assert caught.value.rank == rank
-        found = pickle.loads(pickle.dumps(caught.value))  # noqa: S301
+        found = pickle.loads(pickle.dumps(caught.value))  # noqa: S301 - our own
         assert (found.rank, found.remote, str(found)) == (rank, "other", str(caught.value))
     for communicator in mine:
         communicator.abort()

@@ -36,7 +36,7 @@ def mover(path: str, sender: Communicator, receiver: Communicator) -> Communicat
 def settled(*communicators: Communicator) -> bool:
     """Whether nothing is left in any table, waiting for it a while."""
     return all(
-        one.connection.progress.wait_until(lambda: one.statistics().outstanding == 0, None)  # noqa: B023
+        one.connection.progress.wait_until(lambda: one.statistics().outstanding == 0, None)  # noqa: B023 - called in this turn
         for one in communicators
     )
 
@@ -139,7 +139,7 @@ def test_receive_that_finds_no_memory_tells_the_sender(
             patch.setattr(torch, "empty", fail)
             with pytest.raises(RuntimeError, match="out of memory"):
                 b.recv(0)
-            assert a.connection.progress.wait_until(lambda: send.exception() is not None, None)  # noqa: B023
+            assert a.connection.progress.wait_until(lambda: send.exception() is not None, None)  # noqa: B023 - called in this turn
             with pytest.raises(TransferError, match="out of memory"):
                 send.wait()
     a.isend(torch.tensor(4), 1)

@@ -314,7 +314,7 @@ def test_forms_of_messages_do_not_mix(world: World, count: int) -> None:
             with pytest.raises(MismatchError, match=f"{wanted} expected, .*recv_{sent}"):
                 receive.wait()
             wait = a.connection.progress.wait_until
-            assert wait(lambda: send.exception() is not None, None)  # noqa: B023
+            assert wait(lambda: send.exception() is not None, None)  # noqa: B023 - called in this turn
             with pytest.raises(MismatchError, match=f"recv_{sent}"):
                 send.wait()
     for sent, wanted in (("tree", "tensor"), ("object", "tree"), ("tensor", "object")):
@@ -554,7 +554,7 @@ def test_manifest_that_lies_about_its_bytes_is_refused(
             monkeypatch.setattr(
                 bundles,
                 "Bundle",
-                lambda form, _, limit, nbytes: real(form, manifest, limit, nbytes),  # noqa: B023
+                lambda form, _, limit, nbytes: real(form, manifest, limit, nbytes),  # noqa: B023 - called in this turn
             )
             work = a.isend_tree(sent, 1)
             with pytest.raises(MetadataError):

@@ -72,7 +72,7 @@ def check_peer_that_restarts_must_be_removed_first(harness: Harness) -> None:
     a, peer = side_and_peer(harness)
     peer.peer.kill()
     again = PeerSide(harness.peer("peer"))
-    with contextlib.suppress(PeerLostError):
+    with contextlib.suppress(PeerLostError):  # The first use after its death tells, or a later one.
         a.adapter.notify("peer", b"for the dead")
     _wait_until_lost(a, "peer")
     raises(MetadataError, a.adapter.add_remote, again.peer.metadata())

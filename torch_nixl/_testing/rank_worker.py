@@ -78,8 +78,7 @@ def _perform(data: bytes) -> bytes:
         with _environment(task.environment):
             result = task.function(task.rank, *task.args)
         return pickle.dumps((True, result))
-    # Whatever a test's function raises is its result, an exit included.
-    except BaseException:  # noqa: BLE001
+    except BaseException:  # noqa: BLE001 - what it raises is its result, an exit included
         return pickle.dumps((False, traceback.format_exc()))
 
 

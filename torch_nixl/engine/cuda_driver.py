@@ -191,7 +191,7 @@ def find_driver() -> StreamDriver:
     try:
         return BindingsDriver(importlib.import_module("cuda.bindings.driver"))
     except ImportError:
-        pass
+        pass  # Without them, the library itself.
     try:
         return CtypesDriver(ctypes.CDLL(_LIBRARY))
     except OSError as error:

@@ -42,7 +42,7 @@ class Deferred:
                     continue
                 moved = True
                 action()
-            except Exception:
+            except Exception:  # What waits behind it is not to blame.
                 log.exception("a deferred operation raised")
         return moved
 
@@ -70,7 +70,7 @@ def _watch() -> None:
             if not _waiting.entries:
                 _watcher = None
                 return
-        time.sleep(0.001)
+        time.sleep(0.001)  # A point of a device's wakes nobody.
 
 
 class Worker:

@@ -324,7 +324,8 @@ class NixlAdapter:
             raise ValueError("a transfer once posted with a notification needs one in each post")
         transfer.state = IN_CALL
         try:
-            return self._agent.post_xfer(transfer.value, notification).value == 0  # type: ignore[no-any-return]
+            done: bool = self._agent.post_xfer(transfer.value, notification).value == 0
+            return done
         except self._errors as exc:
             raise support.translate(self._nixl, exc, transfer.remote, "a transfer") from exc
         finally:
@@ -342,7 +343,8 @@ class NixlAdapter:
             raise self._misuse(transfer)
         transfer.state = IN_CALL
         try:
-            return self._agent.xfer_status(transfer.value).value == 0  # type: ignore[no-any-return]
+            done: bool = self._agent.xfer_status(transfer.value).value == 0
+            return done
         except self._errors as exc:
             raise support.translate(self._nixl, exc, transfer.remote, "a transfer") from exc
         finally:

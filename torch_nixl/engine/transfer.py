@@ -217,7 +217,7 @@ class TransferOperation(Operation):
                 if not adapter.poll(transfer):
                     self._flight.append((transfer, nbytes))
                     continue
-            except Exception:  # noqa: BLE001 - the first error is the one that is reported
+            except Exception:  # noqa: BLE001 - it has failed already, and has to be released
                 pass  # Final, or never posted.
             self._spent[transfer] = None
         if isinstance(error, PeerLostError) and self.remote is not None:

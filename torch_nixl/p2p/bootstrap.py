@@ -119,7 +119,7 @@ class Bootstrap:
                             f"rank {rank} can't be looked up: the store that ranks find each other "
                             f"through does not work any more: {error}"
                         ) from error
-                    time.sleep(seconds - waited)
+                    time.sleep(seconds - waited)  # A store that fails at once: not too often.
                 if left <= 0:
                     raise TransferTimeout(
                         f"rank {rank} has not made its Communicator within {timeout:.3g} s, or has "

@@ -200,7 +200,7 @@ class Communicator(TensorMethods, TreeMethods):
         """
         deadline = time.monotonic() + timeout
         if not self.closed:
-            with contextlib.suppress(ClosedError):
+            with contextlib.suppress(ClosedError):  # The connection is aborted meanwhile.
                 for finish in self._exchange.finishers:
                     finish(deadline)
         self._end("the Communicator was closed", max(0.0, deadline - time.monotonic()))
@@ -224,7 +224,7 @@ class Communicator(TensorMethods, TreeMethods):
         for one in outstanding:
             if timeout is None or one.incoming:
                 one.fail(ClosedError(f"{one}: {why}"))
-        with contextlib.suppress(ClosedError):
+        with contextlib.suppress(ClosedError):  # The connection is aborted meanwhile.
             if timeout is not None:
                 self._connection.progress.wait_until(self._is_quiet, deadline)
             for one in exchange.outstanding():

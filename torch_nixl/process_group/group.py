@@ -29,7 +29,7 @@ _living: dict[int, NixlProcessGroup] = {}
 _poison: Any = torch._C._distributed_c10d.FakeProcessGroup
 
 
-class NixlProcessGroup(Operations, dist.ProcessGroup):  # type: ignore[misc]
+class NixlProcessGroup(Operations, dist.ProcessGroup):  # type: ignore[misc]  # overloaded in C++
     """A process group whose tensors move over NIXL.
 
     Made by `torch.distributed`: ``init_process_group("nixl")``, ``new_group(backend="nixl")``.
@@ -55,7 +55,7 @@ class NixlProcessGroup(Operations, dist.ProcessGroup):  # type: ignore[misc]
         others: Mapping[str, Other],
         once: bool,
     ) -> None:
-        dist.ProcessGroup.__init__(self, rank, size)  # type: ignore[call-arg]
+        dist.ProcessGroup.__init__(self, rank, size)  # type: ignore[call-arg]  # not in torch's stubs
         self._store = store
         self._devices = tuple(devices)
         self._serves_host = "cpu" in devices
@@ -213,7 +213,8 @@ class NixlProcessGroup(Operations, dist.ProcessGroup):  # type: ignore[misc]
     ) -> dist.Work | None:
         other = self._others.get(device.type)
         if other is not None:
-            return other._end_coalescing()  # type: ignore[no-any-return]
+            begun: dist.Work | None = other._end_coalescing()
+            return begun
         works, self._coalesced = self._coalesced, None
         return GroupWork(Together(works), []) if works else None
 
@@ -272,7 +273,7 @@ class NixlProcessGroup(Operations, dist.ProcessGroup):  # type: ignore[misc]
 @atexit.register
 def _drop_others() -> None:
     # A Gloo backend that outlives the interpreter aborts the process now and then. Our own agent
-    # is closed by the engine.
+    # is closed by the engine. One that can't be shut down any more is dropped all the same.
     for group in list(_living.values()):
         for other in group._distinct_others():
             with contextlib.suppress(RuntimeError):

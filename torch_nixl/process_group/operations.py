@@ -92,15 +92,16 @@ def _delegate(other: Other, name: str, args: Sequence[Any]) -> dist.Work:
     """Call another backend. It knows no coalesced forms of the newer operations."""
     single = _NAMES_OF_OTHERS.get(name.removesuffix("_coalesced"))
     if single is None:
-        return getattr(other, name)(*args)  # type: ignore[no-any-return]
+        begun: dist.Work = getattr(other, name)(*args)
+        return begun
     outputs, inputs, *rest = args
-    works = [
+    works: list[dist.Work] = [
         getattr(other, single)(output, one, *rest)
         for output, one in zip(outputs, inputs, strict=True)
     ]
     for work in works[:-1]:
         work.wait()
-    return works[-1]  # type: ignore[no-any-return]
+    return works[-1]
 
 
 class Operations:

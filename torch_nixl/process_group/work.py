@@ -105,8 +105,9 @@ class GroupWork(dist.Work):
         One that fails raises `RuntimeError` with the error's name and text, whoever waits for it:
         an exception set from Python would pass for a value where C++ waits, as in DDP.
         """
-        devices = [one for one in {each.device for each in self._outputs} if one.type != "cpu"]
-        ended: torch.futures.Future[None] = torch.futures.Future(devices=devices or None)  # type: ignore[arg-type]
+        used = {each.device for each in self._outputs}
+        devices: list[int | str | torch.device] = [one for one in used if one.type != "cpu"]
+        ended: torch.futures.Future[None] = torch.futures.Future(devices=devices)
         future = ended.then(self._check)
         if self.pending is None:
             ended.set_result(None)
