@@ -338,7 +338,7 @@ def test_many_operations_in_flight_all_end(pair: tuple[Connection, Connection]) 
 def test_a_region_that_grows_round_an_older_one_can_be_read_anywhere(
     pair: tuple[Connection, Connection],
 ) -> None:
-    """Field of facts/nixl.md, section 0: told [1M, 2M), freed, then [0, 64M) told."""
+    """Told [1M, 2M), freed, then [0, 64M) told."""
     owner, reader = pair
     million = 1 << 20
     arena = torch.randint(0, 255, (64 * million,), dtype=torch.uint8)

@@ -111,5 +111,5 @@ def _open_without_a_home(rank: Rank) -> None:
 
 @needs_root
 def test_an_unreadable_home_is_named() -> None:
-    """facts/nixl.md, section 5: NIXL looks for $HOME/.nixl.cfg and fails where it can't."""
+    """NIXL looks for $HOME/.nixl.cfg and fails where it can't."""
     run_ranks(_open_without_a_home, 1, timeout=60, env=QUIET)
