@@ -205,7 +205,7 @@ def test_freed_storage_is_refused(world: World) -> None:
 def test_bad_arguments_are_refused_on_the_spot(world: World) -> None:
     a, _ = world()
     tensor = torch.zeros(1)
-    for rank in (-1, 2, 1.0, "1"):
+    for rank in (-1, 2, 1.0, "1", True):
         with pytest.raises(ValueError, match="expected a rank"):
             a.send(tensor, rank)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="expected a rank"):

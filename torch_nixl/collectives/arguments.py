@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import SupportsIndex
@@ -12,6 +11,7 @@ import torch
 from torch_nixl.engine.streams import device_of
 from torch_nixl.p2p.communicator import Communicator
 from torch_nixl.p2p.description import describe
+from torch_nixl.p2p.protocol import integer_of
 from torch_nixl.p2p.tensors import check_target, sendable
 
 
@@ -79,28 +79,6 @@ def flat_target(tensor: torch.Tensor, name: str = "out") -> Flat:
     else:
         data = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     return Flat(data.view(-1), tensor)
-
-
-def check_rank(communicator: Communicator, rank: SupportsIndex, name: str) -> int:
-    """Return a rank of the group as an int; refuse what is none.
-
-    Raises:
-        ValueError: It is none.
-    """
-    number = _whole(rank)
-    if number is None or not 0 <= number < communicator.world_size:
-        raise ValueError(
-            f"{name}={rank!r}: expected a rank of the group, 0 to {communicator.world_size - 1}"
-        )
-    return number
-
-
-def _whole(value: SupportsIndex) -> int | None:
-    """An integer of any kind, numpy's too, as an int. A truth value is none."""
-    try:
-        return None if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        return None
 
 
 def check_alike(
@@ -184,7 +162,7 @@ def split(
         counts = [rows // size] * size
     else:
         # Whatever is no integer is as wrong as one below zero.
-        counts = [-1 if (count := _whole(one)) is None else count for one in splits]
+        counts = [-1 if (count := integer_of(one)) is None else count for one in splits]
         if len(counts) != size or min(counts) < 0 or sum(counts) != rows:
             raise ValueError(
                 f"{name}: splits {list(splits)} are not {size} that add up to its {rows} rows"

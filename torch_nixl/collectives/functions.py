@@ -20,7 +20,6 @@ from torch_nixl.collectives.arguments import (
     Flat,
     check_alike,
     check_apart,
-    check_rank,
     equal_parts,
     flat_source,
     flat_target,
@@ -34,6 +33,7 @@ from torch_nixl.collectives.reduction import ReduceOp, reduction
 from torch_nixl.collectives.running import loaded, run
 from torch_nixl.collectives.work import CollectiveWork
 from torch_nixl.p2p.default import find
+from torch_nixl.p2p.protocol import check_rank
 
 if TYPE_CHECKING:
     from torch_nixl.p2p.default import Group
@@ -59,7 +59,7 @@ def broadcast_tensor(
         timeout: Seconds.
     """
     communicator = find(group)
-    src = check_rank(communicator, src, "src")
+    src = check_rank(src, communicator.world_size, "src")
     sends = communicator.rank == src
     flat = flat_source(tensor) if sends else flat_target(tensor)
     signature = sign("broadcast", f"{shapes([tensor])}, src={src}")
@@ -92,7 +92,7 @@ def scatter_tensor(
         timeout: Seconds.
     """
     communicator = find(group)
-    src = check_rank(communicator, src, "src")
+    src = check_rank(src, communicator.world_size, "src")
     parts: list[torch.Tensor] = []
     if communicator.rank == src:
         check_alike(communicator, inputs, "inputs", like=out)
@@ -131,7 +131,7 @@ def gather_tensor(
         timeout: Seconds.
     """
     communicator = find(group)
-    dst = check_rank(communicator, dst, "dst")
+    dst = check_rank(dst, communicator.world_size, "dst")
     targets: list[Flat] = []
     if communicator.rank == dst:
         check_alike(communicator, outs, "outs", like=tensor)
@@ -260,7 +260,7 @@ def reduce_tensor(
         timeout: Seconds.
     """
     communicator = find(group)
-    dst = check_rank(communicator, dst, "dst")
+    dst = check_rank(dst, communicator.world_size, "dst")
     how = reduction(op, tensor.dtype)
     gets = communicator.rank == dst
     flat = flat_target(tensor) if gets else flat_source(tensor)

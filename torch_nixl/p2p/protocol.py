@@ -121,13 +121,18 @@ def check_rank(rank: SupportsIndex, world_size: int, name: str) -> int:
     Raises:
         ValueError: There is no such rank.
     """
-    try:
-        number = operator.index(rank)
-    except TypeError:
-        number = -1
-    if not 0 <= number < world_size:
+    number = integer_of(rank)
+    if number is None or not 0 <= number < world_size:
         raise ValueError(f"{name}={rank!r}: expected a rank, 0 to {world_size - 1}")
     return number
+
+
+def integer_of(value: SupportsIndex) -> int | None:
+    """An integer of any kind, numpy's too, as an int; None of all else, truth values included."""
+    try:
+        return None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        return None
 
 
 class Outcome(enum.IntEnum):
