@@ -30,7 +30,8 @@ from torch_nixl.connect.metadata import SerializedDescriptor, decode_base64
 from torch_nixl.engine import spans as algebra
 from torch_nixl.engine.adapter import Spans
 from torch_nixl.engine.envelope import seal, unseal
-from torch_nixl.engine.offer import KEY_NBYTES, MAX_BLOBS, MAX_MEMORIES
+from torch_nixl.engine.frames import KEY_NBYTES
+from torch_nixl.engine.offer import MAX_BLOBS, MAX_MEMORIES
 from torch_nixl.errors import MetadataError
 
 PREFIX: Final = "tn1:"

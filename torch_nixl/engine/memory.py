@@ -18,7 +18,9 @@ import torch
 from torch_nixl.engine import spans as algebra
 from torch_nixl.engine.adapter import MemoryKind, Spans
 
-_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
+PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
+"""Tensors that answer for themselves, as no subclass does."""
+
 _DEVICE_KINDS = {"cpu": MemoryKind.DRAM, "cuda": MemoryKind.VRAM, "xpu": MemoryKind.VRAM}
 OVERLAPPING = "some of its elements share memory (an expanded or overlapping view)"
 
@@ -200,7 +202,7 @@ def tensor_memory(tensor: torch.Tensor, *, name: str = "tensor") -> Memory:
         ValueError: Its data isn't plain bytes in place: lazily conjugated or negated, sparse,
             nested, quantised, on another device, or in a storage that was freed or shrunk.
     """
-    if type(tensor) in _PLAIN_TYPES:
+    if type(tensor) in PLAIN_TYPES:
         return _tensor_memory(tensor, name)
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name}: expected a torch.Tensor, got {kind_name(tensor)}")

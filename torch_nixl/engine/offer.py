@@ -18,9 +18,9 @@ import numpy.typing as npt
 from torch_nixl.engine.adapter import Direction, MemoryKind, Spans
 from torch_nixl.engine.blob import MAX_NAME, BlobInfo, parse
 from torch_nixl.engine.envelope import seal, unseal
+from torch_nixl.engine.frames import KEY_NBYTES
 from torch_nixl.errors import MetadataError
 
-KEY_NBYTES: Final = 16
 MAX_MEMORIES: Final = 1 << 16
 MAX_BLOBS: Final = 16
 

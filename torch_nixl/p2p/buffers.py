@@ -8,13 +8,11 @@ import numpy as np
 import torch
 
 from torch_nixl.engine import spans as algebra
-from torch_nixl.engine.memory import Memory, tensor_memory
+from torch_nixl.engine.memory import PLAIN_TYPES, Memory, tensor_memory
 from torch_nixl.engine.streams import StreamDevice, device_of
 from torch_nixl.p2p.description import Description, describe
 from torch_nixl.p2p.protocol import EAGER_NBYTES, should_pack
 from torch_nixl.p2p.terms import MAX_PATH
-
-_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 
 
 def leaves(tree: object, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
@@ -27,7 +25,7 @@ def leaves(tree: object, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
         TypeError: Something else than a tensor, dict, list or tuple is in it.
     """
     if isinstance(tree, torch.Tensor):
-        if type(tree) not in _PLAIN_TYPES:
+        if type(tree) not in PLAIN_TYPES:
             raise TypeError(f"like{path}: {type(tree).__name__} is a subclass; pass plain tensors")
         yield path, tree
     elif isinstance(tree, Mapping):

@@ -70,7 +70,7 @@ class Communicator(TensorMethods, TreeMethods):
             raise ValueError(f"rank={rank}: expected 0 to {world_size - 1}")
         self.rank = rank
         self.world_size = world_size
-        self.timeout = _seconds(timeout)
+        self.timeout = seconds_of(timeout)
         self._shares = connection is None
         self._connection = share_connection(rank) if connection is None else connection
         try:
@@ -266,5 +266,6 @@ class Communicator(TensorMethods, TreeMethods):
         return f"<Communicator rank {self.rank} of {self.world_size} {state}>"
 
 
-def _seconds(timeout: float | datetime.timedelta | None) -> float | None:
+def seconds_of(timeout: float | datetime.timedelta | None) -> float | None:
+    """A timeout in seconds; None for never."""
     return timeout.total_seconds() if isinstance(timeout, datetime.timedelta) else timeout

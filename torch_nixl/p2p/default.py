@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from torch_nixl.engine.connection import DEFAULT_TIMEOUT
 from torch_nixl.errors import TransferTimeout
-from torch_nixl.p2p.communicator import Communicator
+from torch_nixl.p2p.communicator import Communicator, seconds_of
 
 if TYPE_CHECKING:
     Group: TypeAlias = "dist.ProcessGroup | Communicator | None"
@@ -125,7 +125,7 @@ def shutdown() -> None:
 
 def _rendezvous(timeout: float | datetime.timedelta | None) -> tuple[dist.Store, int, int]:
     """What torchrun's environment says of the store, this rank and how many there are."""
-    seconds = timeout.total_seconds() if isinstance(timeout, datetime.timedelta) else timeout
+    seconds = seconds_of(timeout)
     wait = datetime.timedelta(seconds=min(_LONGEST if seconds is None else seconds, _LONGEST))
     try:
         store, rank, size = next(dist.rendezvous("env://", timeout=wait))
