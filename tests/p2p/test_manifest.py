@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from torch_nixl.errors import MetadataError
 from torch_nixl.p2p.bundles import ONE_PIECE, arrange, choose_num_apart
-from torch_nixl.p2p.description import Bundle, Form, describe
+from torch_nixl.p2p.description import Bundle, Description, Form, describe
 from torch_nixl.p2p.description import parse as parse_content
 from torch_nixl.p2p.fitting import build, fill, match
 from torch_nixl.p2p.manifest import MAX_DEPTH, MAX_MANIFEST, Packed, parse
@@ -257,3 +257,15 @@ def test_arrangement_has_every_byte_once(sizes: list[int], num_apart: int) -> No
             assert ends[-1] <= piece.nbytes
         total = sum(piece.nbytes for piece in found.pieces)
         assert found.nbytes == total + sum(sizes[index] for index in found.apart)
+
+
+def test_device_memory_is_never_put_into_a_frame() -> None:
+    def on(device: str, size: int) -> Description:
+        return Description(torch.uint8, (size,), device, b"")
+
+    assert choose_num_apart([on("cpu", 8), on("cpu", 20_000)]) == ONE_PIECE
+    assert choose_num_apart([on("cpu", 8), on("cuda", 0)]) == ONE_PIECE
+    assert choose_num_apart([on("cpu", 8), on("cuda", 8)]) == 0
+    assert choose_num_apart([on("cuda", 20_000), on("cuda", 8)]) == 1
+    pieces = arrange([on("cuda", 8), on("cpu", 8), on("cuda", 24)], 0).pieces
+    assert [(one.device, one.indices) for one in pieces] == [("cpu", [1]), ("cuda", [0, 2])]

@@ -112,9 +112,19 @@ def _largest(sizes: Sequence[int], count: int) -> set[int]:
     return set(places)
 
 
+def fits_one_piece(descriptions: Sequence[Description]) -> bool:
+    """Whether a tree is small enough to travel in its frame."""
+    return sum(_aligned(what.nbytes) for what in descriptions) <= EAGER_NBYTES
+
+
 def choose_num_apart(descriptions: Sequence[Description]) -> int:
-    """How many tensors travel on their own, or `ONE_PIECE`."""
-    if sum(_aligned(what.nbytes) for what in descriptions) <= EAGER_NBYTES:
+    """How many tensors travel on their own, or `ONE_PIECE`.
+
+    Device memory is never put into a frame, however little it is: the host would have to wait for
+    the copy. Nor is a single tensor's: see `ordering.py`.
+    """
+    on_host = all(what.device == "cpu" or not what.nbytes for what in descriptions)
+    if on_host and fits_one_piece(descriptions):
         return ONE_PIECE
     return min(MAX_APART, sum(what.nbytes >= PACK_SPAN_NBYTES for what in descriptions))
 

@@ -19,6 +19,7 @@ from torch_nixl.p2p.bundles import (
     Arrangement,
     arrange,
     choose_num_apart,
+    fits_one_piece,
     unpack_from,
 )
 from torch_nixl.p2p.description import DEVICES, Bundle, Content, Description, Form
@@ -107,7 +108,7 @@ class TreeLanding:
         own = self._own
         if own is None:
             return
-        small = choose_num_apart(own.descriptions) == ONE_PIECE
+        small = fits_one_piece(own.descriptions)
         for tensor in own.tensors:
             device = None if tensor.is_contiguous() else device_of(tensor)
             if device is None:
