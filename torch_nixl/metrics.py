@@ -8,16 +8,20 @@
     torch_nixl.metrics.expose()
     start_http_server(9400)
 
-Figures are read when they are asked for, so they cost nothing in between; only the histogram of
-how long operations took is filled as they end. A connection's figures go when it is closed.
+Figures are read when they are asked for, so they cost nothing in between; only how long operations
+took is noted as they end. A connection's figures go when it is closed.
 """
 
 from __future__ import annotations
 
+import atexit
 import bisect
+import logging
+import math
+import os
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Final
 
@@ -31,6 +35,8 @@ if TYPE_CHECKING:
 
     from torch_nixl.engine.connection import Connection
     from torch_nixl.engine.operation import Operation
+
+log = logging.getLogger("torch_nixl.metrics")
 
 BUCKETS: Final = (
     0.00001,
@@ -55,35 +61,61 @@ BUCKETS: Final = (
 )
 """Upper bounds of the histogram, in seconds."""
 
+MAX_WAITING: Final = 1024
+"""Durations of one kind that wait to be counted until somebody asks: many at once cost less."""
+
+MAX_SPANS: Final = 10_000
+"""Operations that wait to be made spans."""
+
+SPANS_SHARE: Final = 0.01
+"""Of a core, for making spans: while it makes one, no other thread of this process can run."""
+
+PAUSE: Final = 0.05
+"""Seconds after which the thread that makes spans looks for more."""
+
+CLOSE_SECONDS: Final = 2.0
+"""How long the end waits for spans that are still to be made."""
+
 
 class Collector:
     """Gives Prometheus the figures of all connections of this process, until it is closed.
 
     Attributes:
-        durations: How long operations took, by their kind.
+        durations: How long operations took, by their kind, as of the last `collect`.
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._lock = threading.Lock()
         self._registry = registry
+        self._waiting: defaultdict[str, deque[float]] = defaultdict(deque)
         self.durations: dict[str, Histogram] = {}
 
-    def on_end(
-        self, connection: Connection, operation: Operation, error: BaseException | None
+    def note(
+        self, connection: Connection, operation: Operation, nbytes: int, error: BaseException | None
     ) -> None:
-        """Note how long an operation took that has ended well."""
-        if error is not None or not operation.started_at:
+        """Note how long an operation took that has ended well. See [Note: notes]."""
+        started = operation.started_at
+        if error is not None or not started:
             return
-        seconds = time.monotonic() - operation.started_at
-        with self._lock:
-            histogram = self.durations.get(operation.name)
-            if histogram is None:
-                histogram = self.durations[operation.name] = Histogram()
-            histogram.add(seconds)
+        waiting = self._waiting[operation.name]
+        waiting.append(time.monotonic() - started)
+        # Whoever holds the lock counts already; it may be this very thread, interrupted.
+        if len(waiting) >= MAX_WAITING and self._lock.acquire(blocking=False):
+            try:
+                self._count()
+            finally:
+                self._lock.release()
+
+    def _count(self) -> None:
+        """Take what waits into the histograms. Holds the lock."""
+        for name, waiting in list(self._waiting.items()):
+            # Others may append meanwhile: not clear().
+            seconds = [waiting.popleft() for _ in range(len(waiting))]
+            self.durations.setdefault(name, Histogram()).add(seconds)
 
     def close(self) -> None:
         """Give no more."""
-        observers.ends.remove(self)
+        observers.unwatch(end=self.note)
         self._registry.unregister(self)
 
     def describe(self) -> Iterator[Metric]:
@@ -126,6 +158,7 @@ class Collector:
             labels=["operation"],
         )
         with self._lock:
+            self._count()
             for name, histogram in self.durations.items():
                 durations.add_metric([name], histogram.buckets(), histogram.total)
         yield durations
@@ -175,10 +208,15 @@ class Histogram:
         self.counts = [0] * (len(BUCKETS) + 1)
         self.total = 0.0
 
-    def add(self, seconds: float) -> None:
-        """Count one."""
-        self.counts[bisect.bisect_left(BUCKETS, seconds)] += 1
-        self.total += seconds
+    def add(self, seconds: list[float]) -> None:
+        """Count durations, and sort them."""
+        seconds.sort()
+        self.total += sum(seconds)
+        below = 0
+        for index, bound in enumerate((*BUCKETS, math.inf)):
+            upto = bisect.bisect_right(seconds, bound, below)
+            self.counts[index] += upto - below
+            below = upto
 
     def buckets(self) -> list[tuple[str, float]]:
         """As Prometheus wants it: how many were at most each bound."""
@@ -254,49 +292,94 @@ def expose(registry: CollectorRegistry | None = None) -> Collector:
     registry = registry or REGISTRY
     collector = Collector(registry)
     registry.register(collector)
-    observers.ends.append(collector)
+    observers.watch(end=collector.note)
     return collector
 
 
 class Spans:
-    """Makes an OpenTelemetry span of each operation that ends, until it is closed."""
+    """Makes an OpenTelemetry span of each operation that ends, until it is closed.
+
+    A thread of its own makes them, with a share of a core that the program does not feel: some
+    hundred each second. Of more than that over a longer time, the latest are made.
+
+    Attributes:
+        dropped: Operations of which no span was made since there were too many.
+    """
 
     def __init__(self, provider: TracerProvider | None) -> None:
         from opentelemetry import trace
 
         self._tracer = trace.get_tracer("torch_nixl", tracer_provider=provider)
         self._epoch = time.time_ns() - time.monotonic_ns()
+        self._notes = observers.EndNotes(MAX_SPANS)
+        self._left_out = 0
+        self._ending = threading.Event()
+        self._pid = os.getpid()
+        self._thread = threading.Thread(target=self._run, name="torch_nixl-spans", daemon=True)
+        self._thread.start()
+        observers.watch(end=self._notes.note)
+        atexit.register(self.close)
+
+    @property
+    def dropped(self) -> int:
+        return self._notes.dropped + self._left_out
 
     def close(self) -> None:
-        """Make no more."""
-        observers.ends.remove(self)
+        """Make spans of what has ended so far, at most for `CLOSE_SECONDS`, then no more."""
+        observers.unwatch(end=self._notes.note)
+        atexit.unregister(self.close)
+        if self._pid != os.getpid() or self._ending.is_set():
+            return
+        self._ending.set()
+        self._thread.join(2 * CLOSE_SECONDS)
+        if self.dropped:
+            log.warning("no spans were made of %d operations: too many at a time", self.dropped)
 
-    def on_end(
-        self, connection: Connection, operation: Operation, error: BaseException | None
-    ) -> None:
-        """Make a span."""
+    def _run(self) -> None:
+        spent = time.thread_time()
+        pause = PAUSE
+        while not self._ending.wait(pause):
+            if (ended := self._notes.take()) is None:
+                pause = PAUSE
+                continue
+            self._make(ended)
+            before, spent = spent, time.thread_time()
+            pause = (spent - before) * (1 / SPANS_SHARE - 1)
+        deadline = time.monotonic() + CLOSE_SECONDS
+        while time.monotonic() < deadline and (ended := self._notes.take()) is not None:
+            self._make(ended)
+        self._left_out = len(self._notes.take_all())
+
+    def _make(self, ended: observers.Ended) -> None:
+        try:
+            self._make_span(ended)
+        except Exception:
+            log.exception("no span could be made")
+
+    def _make_span(self, ended: observers.Ended) -> None:
         from opentelemetry.trace import Status, StatusCode
 
-        stop = time.monotonic_ns()
-        start = int(operation.started_at * 1e9) or stop
-        remote = "" if operation.remote is None else operation.remote.name
+        _, started_at, ended_at, agent, remote, name, nbytes, _, error = ended
+        stop = self._epoch + int(ended_at * 1e9)
         span = self._tracer.start_span(
-            f"torch_nixl {operation.name}",
-            start_time=self._epoch + start,
+            f"torch_nixl {name}",
+            start_time=self._epoch + int((started_at or ended_at) * 1e9),
             attributes={
-                "torch_nixl.agent": connection.name,
+                "torch_nixl.agent": agent,
                 "torch_nixl.remote": remote,
-                "torch_nixl.bytes": operation.nbytes,
+                "torch_nixl.bytes": nbytes,
             },
         )
         if error is not None:
-            span.record_exception(error)
-            span.set_status(Status(StatusCode.ERROR, str(error)))
-        span.end(self._epoch + stop)
+            kind, text = error
+            about = {"exception.type": kind, "exception.message": text}
+            span.add_event("exception", about, timestamp=stop)
+            span.set_status(Status(StatusCode.ERROR, text))
+        span.end(stop)
 
 
 def export_spans(provider: TracerProvider | None = None) -> Spans:
-    """Have each operation make an OpenTelemetry span.
+    """Have each operation make an OpenTelemetry span. A forked child has to do so anew.
 
     Args:
         provider: Where spans go; the process's own by default.
@@ -304,6 +387,4 @@ def export_spans(provider: TracerProvider | None = None) -> Spans:
     Raises:
         ModuleNotFoundError: opentelemetry-api is missing: ``pip install 'torch-nixl[metrics]'``.
     """
-    spans = Spans(provider)
-    observers.ends.append(spans)
-    return spans
+    return Spans(provider)

@@ -10,11 +10,11 @@ ranks wrote can be laid side by side, as well as their clocks agree.
 
 from __future__ import annotations
 
+import enum
 import json
+import logging
 import os
-import threading
 import time
-from collections import deque
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -25,13 +25,12 @@ import torch
 from torch_nixl.engine import observers
 
 if TYPE_CHECKING:
-    from torch_nixl.engine.connection import Connection
-    from torch_nixl.engine.operation import Operation
-    from torch_nixl.engine.remotes import Remote
     from torch_nixl.p2p.communicator import Communicator
 
+log = logging.getLogger("torch_nixl.tracing")
+
 MAX_EVENTS: Final = 1_000_000
-"""Events that a trace keeps, about 200 MB: the latest ones."""
+"""Operations that a trace keeps, and messages: the latest ones. So many take about 200 MB each."""
 
 TAG: Final = (1 << 62) + 0x7ACE
 """Of the messages that gather a trace."""
@@ -43,12 +42,17 @@ class trace:  # noqa: N801 - used like a function
     """Records operations from `with` to its end and writes them to a file.
 
     Args:
-        path: The file. Without `group`, each process should write one of its own.
+        path: The file, replaced when all is written; what is no regular file, such as a pipe, is
+            written to. Without `group`, each process should write one of its own.
         group: Gather the events of all ranks of this Communicator at the end; rank 0 writes them
             to `path`, the others write nothing. All ranks end the trace, as for a collective.
         timeout: Seconds for gathering; the Communicator's own by default.
 
+    Attributes:
+        dropped: How many events of this process found no room; known at the end.
+
     Raises:
+        OSError: At the end: the file can't be written.
         TransferTimeout, PeerLostError: At the end, with `group`: a rank did not take part. This
             rank's own events are then written to `path` with its rank before the suffix.
     """
@@ -64,10 +68,10 @@ class trace:  # noqa: N801 - used like a function
         self._group = group
         self._timeout = timeout
         self._recorder = _Recorder()
+        self.dropped = 0
 
     def __enter__(self) -> trace:
-        observers.ends.append(self._recorder)
-        observers.messages.append(self._recorder)
+        self._recorder.start()
         return self
 
     def __exit__(
@@ -76,13 +80,20 @@ class trace:  # noqa: N801 - used like a function
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        observers.ends.remove(self._recorder)
-        observers.messages.remove(self._recorder)
+        self._recorder.stop()
         group = self._group
+        name = f"pid {os.getpid()}" if group is None else f"rank {group.rank}"
+        mine = self._recorder.events(name)
+        self.dropped = self._recorder.dropped
+        if self.dropped:
+            log.warning(
+                "the trace %s has the latest events only: %d before them found no room",
+                self._path,
+                self.dropped,
+            )
         if group is None:
-            write_trace(self._path, self._recorder.events(f"pid {os.getpid()}"))
+            write_trace(self._path, mine)
             return
-        mine = self._recorder.events(f"rank {group.rank}")
         if exc_type is not None:
             # Whatever is going wrong here, the others are not to be waited for.
             write_trace(_own(self._path, group.rank), mine)
@@ -113,10 +124,20 @@ def _gather(group: Communicator, mine: list[Event], timeout: float | None) -> li
 
 
 def write_trace(path: Path, events: Sequence[Event]) -> None:
-    """Write events to a file, whole or not at all."""
+    """Write events to a file, whole or not at all; what is no regular file is written through."""
+    text = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
+    if path.exists() and not path.is_file():
+        # A pipe, or a device, which must not be replaced.
+        path.write_text(text)
+        return
+    path = path.resolve()  # A link stays what it is.
     partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
-    partial.replace(path)
+    try:
+        partial.write_text(text)
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def merge_traces(path: str | os.PathLike[str], parts: Iterable[str | os.PathLike[str]]) -> None:
@@ -136,47 +157,47 @@ def merge_traces(path: str | os.PathLike[str], parts: Iterable[str | os.PathLike
 
 
 class _Recorder:
-    """Keeps what it is told, as little as that takes; what it means is worked out at the end."""
+    """Has notes taken, and works out at the end what they mean: see [Note: notes]."""
 
     def __init__(self) -> None:
         self._epoch = time.time() - time.monotonic()
-        self._lock = threading.Lock()
-        self._bars: deque[tuple[str, str, float, float, Event]] = deque(maxlen=MAX_EVENTS)
-        self._marks: deque[tuple[str, str, float, int]] = deque(maxlen=MAX_EVENTS)
+        self._ends = observers.EndNotes(MAX_EVENTS)
+        self._messages = observers.MessageNotes(MAX_EVENTS)
 
-    def on_end(
-        self, connection: Connection, operation: Operation, error: BaseException | None
-    ) -> None:
-        now = time.monotonic()
-        started = operation.started_at or now
-        remote = operation.remote
-        arguments: Event = {"nbytes": operation.nbytes}
-        route = getattr(operation, "route", None)
-        if route is not None:
-            arguments["route"] = route.value
-        if error is not None:
-            arguments["error"] = f"{type(error).__name__}: {error}"
-        name = "" if remote is None else remote.name
-        with self._lock:
-            self._bars.append((name, operation.name, started, now, arguments))
+    def start(self) -> None:
+        observers.watch(end=self._ends.note, message=self._messages.note)
 
-    def on_message(
-        self, connection: Connection, remote: Remote, nbytes: int, *, sent: bool
-    ) -> None:
-        what = "message sent" if sent else "message received"
-        with self._lock:
-            self._marks.append((remote.name, what, time.monotonic(), nbytes))
+    def stop(self) -> None:
+        observers.unwatch(end=self._ends.note, message=self._messages.note)
+
+    @property
+    def dropped(self) -> int:
+        """How many events found no room, once the others were taken."""
+        return self._ends.dropped + self._messages.dropped
 
     def events(self, process: str) -> list[Event]:
         """Everything, in Chrome's format, as done by the process of that name."""
-        with self._lock:
-            bars, marks = sorted(self._bars, key=lambda bar: bar[2]), list(self._marks)
+        # Rows are given to bars in the order of their begins.
+        bars = sorted(self._ends.take_all(), key=_start)
+        marks = self._messages.take_all()
         pid = os.getpid()
         rows = _Rows()
         events: list[Event] = [
             {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": process}}
         ]
-        for remote, name, start, stop, arguments in bars:
+        if self.dropped:
+            labels = f"latest events only: {self.dropped} before them are missing"
+            events.append(
+                {"ph": "M", "name": "process_labels", "pid": pid, "args": {"labels": labels}}
+            )
+        for bar in bars:
+            _, _, stop, _, remote, name, nbytes, route, error = bar
+            start = _start(bar)
+            arguments: Event = {"nbytes": nbytes}
+            if isinstance(route, enum.Enum):
+                arguments["route"] = route.value
+            if error is not None:
+                arguments["error"] = ": ".join(error)
             events.append(
                 {
                     "ph": "X",
@@ -189,12 +210,12 @@ class _Recorder:
                     "args": arguments,
                 }
             )
-        for remote, name, at, nbytes in marks:
+        for _, at, remote, nbytes, sent in marks:
             events.append(
                 {
                     "ph": "i",
                     "s": "t",
-                    "name": name,
+                    "name": "message sent" if sent else "message received",
                     "cat": "torch_nixl",
                     "ts": self._microseconds(at),
                     "pid": pid,
@@ -210,6 +231,11 @@ class _Recorder:
 
     def _microseconds(self, at: float) -> float:
         return round((self._epoch + at) * 1e6, 3)
+
+
+def _start(bar: observers.Ended) -> float:
+    """When an operation began, or, if it never did, ended."""
+    return bar[1] or bar[2]
 
 
 class _Rows:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import os
 import threading
+import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +17,7 @@ import torch
 import torch_nixl
 from p2p import programs
 from p2p.conftest import World
-from torch_nixl import Communicator, TransferTimeout
+from torch_nixl import Communicator, TransferTimeout, tracing
 from torch_nixl.engine import observers
 from torch_nixl.testing import RankPool
 
@@ -123,6 +127,72 @@ def test_no_event_is_lost_while_several_threads_work(world: World, tmp_path: Pat
         for thread in threads:
             thread.join(20)
     assert len([bar for bar in events(path, "X") if bar["name"] == "send"]) == 15
+
+
+def test_what_found_no_room_is_counted(
+    world: World,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(tracing, "MAX_EVENTS", 3)
+    a, b = world()
+    path = tmp_path / "t.json"
+    with torch_nixl.trace(path) as traced:
+        for _ in range(4):
+            exchange(a, b)
+    # Four times a message sent and received, a send and a receive of what is large; and a receive
+    # that had to wait for its message is an operation, too.
+    num_bars, num_marks = len(events(path, "X")), len(events(path, "i"))
+    assert (num_bars, num_marks) == (3, 3)
+    assert traced.dropped >= 4 * 2 - 3 + 4 * 2 - 3
+    [label] = [one for one in events(path, "M") if one["name"] == "process_labels"]
+    assert f"{traced.dropped} before them are missing" in label["args"]["labels"]
+    assert f"{traced.dropped} before them found no room" in caplog.text
+
+
+def test_a_trace_keeps_no_tensor_alive(world: World, tmp_path: Path) -> None:
+    a, b = world()
+    with torch_nixl.trace(tmp_path / "t.json"):
+        tensor = LARGE.clone()
+        work = a.isend(tensor, 1)
+        received = b.recv(0)
+        work.wait()
+        assert work.wait_released(20)
+        gone = [weakref.ref(tensor), weakref.ref(received)]
+        del tensor, received, work
+        deadline = time.monotonic() + 20
+        while any(one() is not None for one in gone):
+            assert time.monotonic() < deadline
+            b.iprobe(0)
+            gc.collect()
+
+
+def test_what_is_no_regular_file_is_written_to_not_replaced(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    read: list[str] = []
+    reader = threading.Thread(target=lambda: read.append(pipe.read_text()))
+    reader.start()
+    tracing.write_trace(pipe, [{"ph": "X"}])
+    reader.join(20)
+    assert json.loads(read[0])["traceEvents"] == [{"ph": "X"}]
+    assert pipe.is_fifo()
+    assert list(tmp_path.iterdir()) == [pipe]
+
+
+def test_a_link_stays_one_and_nothing_is_left_of_what_failed(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("file")
+    for _ in range(2):
+        tracing.write_trace(tmp_path / "link", [])
+        assert (tmp_path / "link").is_symlink()
+        assert json.loads((tmp_path / "file").read_text())["traceEvents"] == []
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(TypeError):
+        tracing.write_trace(tmp_path / "file", [{"ph": object()}])
+    with pytest.raises(OSError, match="directory"):
+        tracing.write_trace(tmp_path, [])
+    assert sorted(tmp_path.iterdir()) == before
 
 
 def test_ranks_make_one_trace(rank_pool: RankPool, tmp_path: Path) -> None:

@@ -371,9 +371,10 @@ class Connection:
 
     def count_end(self, operation: Operation, error: BaseException | None) -> None:
         """Count an operation that has ended."""
-        self.counters.count_end(operation.nbytes, error)
+        nbytes = operation.nbytes
+        self.counters.count_end(nbytes, error)
         if observers.ends:
-            observers.tell_end(self, operation, error)
+            observers.tell_end(self, operation, nbytes, error)
 
     def statistics(self) -> ConnectionStatistics:
         """What this Connection has done so far, as frozen values."""

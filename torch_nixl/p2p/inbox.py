@@ -187,7 +187,8 @@ class Inbox:
     ) -> None:
         self.num_received += 1
         if observers.messages and peer is not None:
-            observers.tell_message(self._connection, peer.remote, description.nbytes, sent=False)
+            for tell in observers.messages:
+                tell(peer.remote.name, description.nbytes, False)
         at = HEAD.size + len(description.packed)
         error = receive.deliver(source, description, body, at, peer, number)
         if error is not None:

@@ -268,8 +268,8 @@ class Outbox:
     def _send_eager(self, peer: Peer, description: Content, body: bytes) -> None:
         self.num_sent += 1
         self._send(peer, protocol.EAGER, body)
-        if observers.messages:
-            observers.tell_message(self._connection, peer.remote, description.nbytes, sent=True)
+        for tell in observers.messages:
+            tell(peer.remote.name, description.nbytes, True)
 
     def on_credit(self, peer: Peer, body: bytes) -> None:
         """Credit came back: send what waited for it."""
