@@ -22,6 +22,7 @@ BARE = {8: 2.0, 8 << 10: 2.0, 64 << 10: 2.0, 1 << 20: 2.0, 16 << 20: 1.4, 256 <<
 CHANNEL_SIZES = (64 << 10, 1 << 20)
 CALL_MICROSECONDS = 10.0
 TAIL = 10.0
+ROUNDS = "7"
 
 
 def limits(report: Report) -> dict[tuple[str, int, str], float]:
@@ -52,6 +53,6 @@ def more(report: Report) -> Rows:
 
 if __name__ == "__main__":
     options = parser(__doc__ or "").parse_args()
-    measured = bench("p2p", "--sizes", ",".join(map(str, SIZES)))
+    measured = bench("p2p", "--full", "--rounds", ROUNDS, "--sizes", ",".join(map(str, SIZES)))
     found = [*rows(measured, limits(measured)), *more(measured)]
     show("p2p, 2 ranks", found, options.json)

@@ -13,6 +13,7 @@ from torch_nixl.bench.session import (
     Contestant,
     Options,
     _fitting,
+    expected_seconds,
     open_session,
 )
 from torch_nixl.testing import Rank, RankPool
@@ -61,3 +62,9 @@ def test_a_round_has_as_many_runs_as_fit() -> None:
     assert _fitting(10, 1000.0) == MIN_COUNT
     assert _fitting(10, 1e-9) == MAX_COUNT
     assert MIN_COUNT < _fitting(100, 0.2) < 100
+
+
+def test_the_time_that_it_will_take_grows_with_rounds_contestants_and_bytes() -> None:
+    small = Case("x", 8, dict, contestants=2)
+    assert expected_seconds([small, small], rounds=4) == 2 * 2 * 5 * 0.1
+    assert expected_seconds([Case("x", 1 << 30, dict, 2.0)], rounds=4) > 30

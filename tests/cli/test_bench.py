@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -43,7 +44,9 @@ def test_p2p_starts_its_own_ranks_and_writes_figures_and_a_plot(tmp_path: Path) 
     )
     assert finished.returncode == 0, finished.stderr
     assert "Gloo" in finished.stdout
-    assert "p2p:   0% half a round trip, 8 B" in finished.stderr
+    lines = finished.stderr.splitlines()
+    assert re.fullmatch(r"p2p: 7 measurements, about \d+ s on idle cores", lines[0])
+    assert lines[1] == "p2p:   0% half a round trip, 8 B"
     report = Report.load(figures)
     found = {(one.what, one.nbytes): set(one.seconds) for one in report.measurements}
     assert found == {
@@ -180,6 +183,7 @@ def test_nobody_is_left_when_one_is_killed(killed: str) -> None:
     )
     assert command.stderr is not None
     # The ranks have met and measure.
+    assert "measurements, about" in command.stderr.readline()
     assert "half a round trip" in command.stderr.readline()
     ranks = children(command.pid)
     assert len(ranks) == 2

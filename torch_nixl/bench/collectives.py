@@ -29,11 +29,11 @@ ROOT = 0
 def suite(session: Session) -> list[Case]:
     """Each collective at each size, and the barrier."""
     cases = [
-        Case(name, nbytes, partial(_make, session, name, nbytes))
+        Case(name, nbytes, partial(_make, session, name, nbytes), contestants=2)
         for nbytes in session.options.sizes
         for name in NAMES
     ]
-    return [*cases, Case("barrier", 0, partial(_make, session, "barrier", 0))]
+    return [*cases, Case("barrier", 0, partial(_make, session, "barrier", 0), contestants=2)]
 
 
 def _make(session: Session, name: str, nbytes: int) -> dict[str, Contestant]:

@@ -36,7 +36,7 @@ def suite(session: Session) -> list[Case]:
         else:
             watchers[name] = watcher
     return [
-        Case(f"{name} on", nbytes, partial(_make, session, watcher, nbytes), 2.0)
+        Case(f"{name} on", nbytes, partial(_make, session, watcher, nbytes), 2.0, 2)
         for name, watcher in watchers.items()
         for nbytes in session.options.sizes
     ]

@@ -15,10 +15,14 @@ from torch_nixl.bench.report import OURS
 from torch_nixl.bench.session import Case, Contestant, Session
 from torch_nixl.p2p.protocol import EAGER_NBYTES
 
-SIZES = (8, 1 << 10, 8 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20, 256 << 20)
+SIZES = (8, 1 << 10, 8 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20)
+FULL_SIZES = (*SIZES, 256 << 20)
 
 CHANNEL_SIZES = range(64 << 10, (64 << 20) + 1)
 """Sizes at which channels are measured: they are for what is large and comes again and again."""
+
+FEW_CHANNEL_SIZES = (64 << 10, 1 << 20)
+"""Those of them that are measured in any case."""
 
 MANY = 64
 MANY_NBYTES = 1 << 20
@@ -31,25 +35,26 @@ BATCH = 20
 
 
 def suite(session: Session) -> list[Case]:
-    """Round trips, channels, a tree, and what a message and a call cost."""
+    """Round trips, channels, and what a message and a call cost; in full, a tree, too."""
     sizes = session.options.sizes
+    full = session.options.full or bool(session.options.only)
     trips = _Trips(session)
     cases = [Case("half a round trip", size, partial(trips.make, size), 2.0) for size in sizes]
     for size in sizes:
-        if size in CHANNEL_SIZES:
+        if size in CHANNEL_SIZES and (full or size in FEW_CHANNEL_SIZES):
             cases.append(Case("step of a channel", size, partial(_channel, session, size, 1), 2.0))
-            if size <= MANY_NBYTES:
+            if size <= MANY_NBYTES and (full or size == MANY_NBYTES):
                 what = f"step of a channel, {MANY} tensors"
                 cases.append(Case(what, size, partial(_channel, session, size, MANY), 2.0))
-    tree = weights(session.device)
-    nbytes = sum(tensor.nbytes for tensor in tree.values())
-    what = f"tree of {len(tree)} tensors"
+    if full:
+        cases.append(
+            Case(f"tree of {NUM_WEIGHTS} tensors", WEIGHTS_NBYTES, partial(_tree, session), 2.0)
+        )
     return [
         *cases,
-        Case(what, nbytes, partial(_tree, session, tree, nbytes), 2.0),
-        Case("isend, one of many", SMALL, partial(_many, session)),
-        Case("call of send", SMALL, partial(_calls, session, sends=True)),
-        Case("call of recv, message there", SMALL, partial(_calls, session, sends=False)),
+        Case("isend, one of many", SMALL, partial(_many, session), contestants=2),
+        Case("call of send", SMALL, partial(_calls, session, sends=True), contestants=1),
+        Case("call of recv, message there", SMALL, partial(_calls, session, sends=False), 1.0, 1),
     ]
 
 
@@ -140,6 +145,10 @@ def _channel(session: Session, nbytes: int, num_tensors: int) -> dict[str, Conte
     return _without(session, contestants)
 
 
+NUM_WEIGHTS, WEIGHTS_NBYTES = 272, 269_030_016
+"""Of `weights`."""
+
+
 def weights(device: torch.device) -> dict[str, torch.Tensor]:
     """Tensors of the shapes of SmolLM2-135M's: 272, each with memory of its own, 269 MB."""
     hidden, inner, keys = 576, 1536, 192
@@ -162,15 +171,18 @@ def weights(device: torch.device) -> dict[str, torch.Tensor]:
     }
 
 
-def _tree(session: Session, tree: dict[str, torch.Tensor], nbytes: int) -> dict[str, Contestant]:
+def _tree(session: Session) -> dict[str, Contestant]:
     """A model's weights as one message, against one tensor of their size, and one by one."""
+    tree = weights(session.device)
+    assert len(tree) == NUM_WEIGHTS
+    assert sum(tensor.nbytes for tensor in tree.values()) == WEIGHTS_NBYTES
     communicator, other = session.communicator, 1 - session.rank
     contestants = {
         OURS: session.pinged(
             lambda: communicator.send_tree(tree, other),
             lambda: communicator.recv_tree(other, out=tree),
         ),
-        "one tensor": one_by_one(session, [_bytes(session, nbytes)]),
+        "one tensor": one_by_one(session, [_bytes(session, WEIGHTS_NBYTES)]),
     }
     for name, group in session.rivals().items():
         contestants[name] = one_by_one(session, list(tree.values()), group)

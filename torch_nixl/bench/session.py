@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,9 @@ ROUND_SECONDS = 0.1
 
 MAX_COUNT = 1000
 MIN_COUNT = 3
+
+SLOW_BYTES_PER_SECOND = 1.5e9
+"""About what the slowest contestants reach, to tell how long what is large will take."""
 
 MIN_TAIL_COUNT = 100
 """Runs in a round from which its 99th percentile says something."""
@@ -52,6 +55,8 @@ class Options:
         only: Words; a case counts if its name has one of them. All cases if empty.
         pin: Keep each rank on one core.
         dynamo: A Python that has dynamo's nixl_connect; by default this one, if it has.
+        full: Measure all that the suite has; else what fits in half a minute, where it has so much
+            that this makes a difference. What `only` names is looked for in all of it.
     """
 
     sizes: tuple[int, ...]
@@ -61,6 +66,7 @@ class Options:
     only: tuple[str, ...] = ()
     pin: bool = False
     dynamo: str = ""
+    full: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +79,14 @@ class Case:
         make: Makes, when its turn has come, the contestants by their names: `OURS` and rivals.
             All ranks do so at the same time.
         share: By what the measured time is divided: 2 for a round trip of which half counts.
+        contestants: About how many there are, to tell how long it will take.
     """
 
     what: str
     nbytes: int
     make: Callable[[], Mapping[str, Contestant]]
     share: float = 1.0
+    contestants: int = 3
 
 
 class Session:
@@ -253,8 +261,27 @@ def _fitting(count: int, wall: float) -> int:
 
 Suite = Callable[[Session], list[Case]]
 
-Announce = Callable[[int, int, str], None]
-"""Is told how many rounds are done, of how many, and what is measured now."""
+
+class Listener(Protocol):
+    """Hears, on rank 0, how far a suite is."""
+
+    def begin(self, count: int, seconds: float) -> None:
+        """It will measure so many things, and take about so long on idle cores."""
+        ...
+
+    def step(self, done: int, total: int, what: str) -> None:
+        """So many rounds are done, of so many, and this is measured now."""
+        ...
+
+
+def expected_seconds(cases: Sequence[Case], rounds: int) -> float:
+    """About how long cases take on idle cores: to find out how often a thing fits counts, too."""
+    return sum(
+        case.contestants
+        * (rounds + 1)
+        * max(ROUND_SECONDS, MIN_COUNT * case.share * case.nbytes / SLOW_BYTES_PER_SECOND)
+        for case in cases
+    )
 
 
 @contextmanager
@@ -287,14 +314,14 @@ def open_session(options: Options) -> Iterator[Session]:
         dist.destroy_process_group()
 
 
-def run_suite(name: str, suite: Suite, options: Options, announce: Announce) -> Report | None:
+def run_suite(name: str, suite: Suite, options: Options, listener: Listener) -> Report | None:
     """Measure a suite's cases; rank 0 gets the report.
 
     Args:
         name: The suite's.
         suite: Makes the cases.
         options: What to measure.
-        announce: Is told, on rank 0, how far it is.
+        listener: Hears, on rank 0, how far it is.
 
     Raises:
         ValueError: `options` leave nothing to measure.
@@ -312,6 +339,8 @@ def run_suite(name: str, suite: Suite, options: Options, announce: Announce) -> 
             raise ValueError(f"nothing in {name} has {' or '.join(options.only)} in its name")
         is_first = session.rank == 0
         total = len(cases) * options.rounds
+        if is_first:
+            listener.begin(len(cases), expected_seconds(cases, options.rounds))
         for number, case in enumerate(cases):
             done = number * options.rounds
             what = f"{case.what}, {size_name(case.nbytes)}" if case.nbytes else case.what
@@ -319,7 +348,7 @@ def run_suite(name: str, suite: Suite, options: Options, announce: Announce) -> 
             def tick(what: str = what) -> None:
                 nonlocal done
                 if is_first:
-                    announce(done, total, what)
+                    listener.step(done, total, what)
                 done += 1
 
             tick()

@@ -9,14 +9,11 @@ import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
-if TYPE_CHECKING:
-    from torch_nixl.bench.session import Announce
 
 app = typer.Typer(
     help="Measure torch_nixl and its rivals side by side, on this machine or under torchrun.",
@@ -69,11 +66,31 @@ def _add(name: str, description: str) -> None:
         _run(name, ranks, sizes, rounds, device, only, without, pin, json, plot)
 
 
-_add(
-    "p2p",
-    "Two ranks: round trips, channels, a tree, message rate and calls, against Gloo or NCCL and "
-    "bare NIXL.",
-)
+@app.command()
+def p2p(
+    ranks: _Ranks = 2,
+    sizes: _Sizes = "",
+    rounds: _Rounds = 5,
+    full: Annotated[
+        bool,
+        typer.Option(
+            "--full", help="256 MiB, channels of more sizes, and a tree, too: some minutes."
+        ),
+    ] = False,
+    device: _Device = "cpu",
+    only: _Only = [],  # noqa: B006
+    without: _Without = [],  # noqa: B006
+    pin: _Pin = False,
+    json: _Json = None,
+    plot: _Plot = None,
+) -> None:
+    """Two ranks: round trips, channels, message rate and calls, against Gloo or NCCL and bare NIXL.
+
+    Takes about half a minute on idle cores.
+    """
+    _run("p2p", ranks, sizes, rounds, device, only, without, pin, json, plot, full=full)
+
+
 _add("collectives", "All ranks: each collective against Gloo's or NCCL's.")
 _add("kv", "Two ranks: a handoff of scattered KV pages against bare NIXL.")
 _add("metrics", "What metrics, traces and spans cost: a round trip with each of them on and off.")
@@ -147,6 +164,7 @@ def _run(
     json: Path | None,
     plot_to: Path | None,
     dynamo: str = "",
+    full: bool = False,
 ) -> None:
     """Start ranks that run this same command, or be one of them."""
     from torch_nixl.bench.launch import RanksFailed, is_rank, start_ranks
@@ -177,7 +195,7 @@ def _run(
     from torch_nixl.bench.suites import find
     from torch_nixl.bench.table import show
 
-    suite, default_sizes = find(name)
+    suite, default_sizes = find(name, full=full)
     options = Options(
         chosen or default_sizes,
         rounds,
@@ -186,11 +204,12 @@ def _run(
         only=tuple(only),
         pin=pin,
         dynamo=dynamo,
+        full=full,
     )
     rank = int(os.environ["RANK"])
     try:
-        with _announcer(name, rank) as announce:
-            report = run_suite(name, suite, options, announce)
+        with _listener(name, rank) as listener:
+            report = run_suite(name, suite, options, listener)
     except (RuntimeError, ValueError) as error:
         _fail(f"rank {rank}: {_sentence(error)}")
     if report is None:
@@ -227,9 +246,42 @@ def _fail(sentence: str) -> NoReturn:
     raise typer.Exit(1)
 
 
+class _Listener:
+    """Says on stderr what is measured: a line for each thing, or, on a terminal, a bar."""
+
+    def __init__(self, name: str, progress: Progress) -> None:
+        self._name = name
+        self._progress = progress
+        self._task = progress.add_task(f"{name}: starting", total=None)
+        self._said = ""
+
+    def begin(self, count: int, seconds: float) -> None:
+        self._say(f"{self._name}: {count} measurements, about {_about(seconds)} on idle cores")
+
+    def step(self, done: int, total: int, what: str) -> None:
+        self._progress.update(
+            self._task, completed=done, total=total, description=f"{self._name}: {what}"
+        )
+        if self._progress.disable and what != self._said:
+            self._say(f"{self._name}: {done / total:4.0%} {what}")
+        self._said = what
+
+    def _say(self, line: str) -> None:
+        self._progress.console.print(
+            line, markup=False, emoji=False, highlight=False, soft_wrap=True
+        )
+
+
+def _about(seconds: float) -> str:
+    """A time as one says it."""
+    if seconds < 95:
+        return f"{max(1, round(seconds / 5)) * 5} s"
+    return f"{seconds / 60:.0f} minutes"
+
+
 @contextlib.contextmanager
-def _announcer(name: str, rank: int) -> Iterator[Announce]:
-    """Say on stderr what is measured and how long the rest will take; on rank 0, so by it alone."""
+def _listener(name: str, rank: int) -> Iterator[_Listener]:
+    """Say how far it is and how long the rest will take; rank 0 alone is asked to."""
     console = Console(stderr=True)
     columns = (
         TextColumn("{task.description}"),
@@ -239,15 +291,5 @@ def _announcer(name: str, rank: int) -> Iterator[Announce]:
         TimeRemainingColumn(),
     )
     is_shown = rank == 0 and console.is_terminal
-    said = ""
     with Progress(*columns, console=console, transient=True, disable=not is_shown) as progress:
-        task = progress.add_task(f"{name}: starting", total=None)
-
-        def announce(done: int, total: int, what: str) -> None:
-            nonlocal said
-            progress.update(task, completed=done, total=total, description=f"{name}: {what}")
-            if not is_shown and what != said:
-                typer.echo(f"{name}: {done / total:4.0%} {what}", err=True)
-            said = what
-
-        yield announce
+        yield _Listener(name, progress)
