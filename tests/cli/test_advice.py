@@ -215,6 +215,17 @@ def test_small_things_are_notes() -> None:
     assert len(findings) == 4
 
 
+def test_reads_far_below_a_copys_speed_are_a_note_unless_cores_are_busy() -> None:
+    def of(read: float, load: float = 0.0, path: Path = BY_CMA) -> list[str]:
+        path = path.model_copy(update={"read_gb_per_s": read, "copy_gb_per_s": 10.0})
+        return [finding.name for finding in get_advice(changed(load=load), path=path)]
+
+    assert of(2.0) == ["BELOW_COPY_SPEED"]
+    assert of(6.0) == []
+    assert of(2.0, load=20.0) == ["CORES_BUSY"]
+    assert "BELOW_COPY_SPEED" not in of(2.0, path=BY_TCP)
+
+
 def test_each_finding_is_in_the_troubleshooting_guide() -> None:
     names: set[str] = set()
     for source in FilePath(doctor.__file__).parent.glob("*.py"):

@@ -56,7 +56,8 @@ def test_path_is_the_one_that_cma_allows_and_is_measured(healthy: tuple[Report, 
     assert report.path.read_lane is not None
     assert report.path.write_lane is not None
     assert (report.path.control_lane or "").startswith("tcp/")
-    for figure in (report.path.read_gb_per_s, report.path.write_gb_per_s):
+    path = report.path
+    for figure in (path.read_gb_per_s, path.write_gb_per_s, path.copy_gb_per_s):
         assert figure is not None
         assert figure > 0
     assert report.path.round_trip_p50_us is not None
@@ -104,6 +105,7 @@ def test_report_can_be_read_by_a_person(healthy: tuple[Report, int]) -> None:
         render(report.model_copy(update=update), console)
     text = console.export_text()
     assert "Tensors can move here" in text
+    assert ("GB/s: a copy within one process" in text) == (report.path.kind == "cma")
     assert "[odd] thing" in text
     assert "wait() blocks the host: not supported" in text
     assert "mend: unset [it]" in text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import socket
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -13,6 +14,7 @@ from torch.distributed import HashStore
 
 import torch_nixl
 from torch_nixl.engine.connection import Connection
+from torch_nixl.p2p import default
 from torch_nixl.testing import LoopbackFabric
 
 
@@ -65,3 +67,15 @@ def test_shutdown_closes_all_that_were_made() -> None:
     torch_nixl.shutdown()
     assert all(one.closed for one in made)
     torch_nixl.shutdown()
+
+
+def test_a_port_that_is_taken_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        for name, value in (
+            *(("RANK", "0"), ("WORLD_SIZE", "2")),
+            *(("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", port)),
+        ):
+            monkeypatch.setenv(name, value)
+        with pytest.raises(torch_nixl.BackendError, match=f"port {port} of this host, .* is taken"):
+            default._rendezvous(5.0)

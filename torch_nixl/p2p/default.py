@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch.distributed as dist
 
 from torch_nixl.engine.connection import DEFAULT_TIMEOUT
-from torch_nixl.errors import TransferTimeout
+from torch_nixl.errors import BackendError, TransferTimeout
 from torch_nixl.p2p.communicator import Communicator, seconds_of
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def init(
     Raises:
         ValueError: Nothing says which ranks there are.
         TransferTimeout: Not all ranks came to torchrun's store in time.
-        BackendError: NIXL is missing or can't be set up.
+        BackendError: NIXL is missing or can't be set up, or the port of the store is taken.
     """
     global _default
     with _lock:
@@ -129,9 +129,17 @@ def _rendezvous(timeout: float | datetime.timedelta | None) -> tuple[dist.Store,
     wait = datetime.timedelta(seconds=min(_LONGEST if seconds is None else seconds, _LONGEST))
     try:
         store, rank, size = next(dist.rendezvous("env://", timeout=wait))
-    except dist.DistStoreError as error:
+    except (dist.DistStoreError, dist.DistNetworkError) as error:
+        text = str(error)
+        if "EADDRINUSE" in text:
+            raise BackendError(
+                f"port {os.environ.get('MASTER_PORT', '')} of this host, where rank 0 is to make "
+                "the store, is taken: set MASTER_PORT, or torchrun's --master-port, to a free one"
+            ) from error
+        if isinstance(error, dist.DistNetworkError) and "timed out" not in text:
+            raise
         raise TransferTimeout(
-            f"not all ranks came to the store of torchrun's environment within {seconds} s: {error}"
+            f"not all ranks came to the store of torchrun's environment within {seconds} s: {text}"
         ) from error
     return store, rank, size
 

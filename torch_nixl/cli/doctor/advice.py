@@ -20,6 +20,7 @@ from torch_nixl.cli.doctor.report import (
 )
 
 _MIN_SHM_BYTES = 256 << 20
+_POOR_SHARE = 0.4
 
 
 def advise(
@@ -65,6 +66,7 @@ def advise(
         *advise_network(host, environment),
         *_about_limits(host, host_failure),
         *_about_load(host, path),
+        *_about_speed(host, path),
         *_about_complaints(ucx_complaints, path),
     ]
     return by_severity(findings)
@@ -179,7 +181,7 @@ def _about_limits(host: Host, host_failure: str | None) -> Iterator[Finding]:
 
 
 def _about_load(host: Host, path: Path) -> Iterator[Finding]:
-    if path.works and host.load > max(1, host.num_cores - 1):
+    if path.works and _is_busy(host):
         yield Finding(
             name="CORES_BUSY",
             severity="note",
@@ -189,6 +191,30 @@ def _about_load(host: Host, path: Path) -> Iterator[Finding]:
             ),
             mend="measure again when nothing else runs",
         )
+
+
+def _about_speed(host: Host, path: Path) -> Iterator[Finding]:
+    expected, measured = path.copy_gb_per_s, path.read_gb_per_s
+    if path.kind != "cma" or expected is None or measured is None or _is_busy(host):
+        return
+    if measured < expected * _POOR_SHARE:
+        yield Finding(
+            name="BELOW_COPY_SPEED",
+            severity="note",
+            problem=(
+                f"READs reach {measured:.2f} GB/s by CMA, {100 * measured / expected:.0f} % of the "
+                f"{expected:.2f} of a copy within one process"
+            ),
+            mend=(
+                "measure again on idle cores; keep both processes on one NUMA node (`numactl "
+                "--cpunodebind=0 --membind=0`); in a sandbox such as gVisor the kernel's part is "
+                "slow, and nothing helps"
+            ),
+        )
+
+
+def _is_busy(host: Host) -> bool:
+    return host.load > max(1, host.num_cores - 1)
 
 
 def _about_complaints(complaints: Sequence[str], path: Path) -> Iterator[Finding]:

@@ -54,7 +54,10 @@ def serve(
     try:
         server = socket.create_server((address, port))
     except OSError as error:
-        raise NoVisitError(f"port {port} can't be listened on: {error.strerror}") from None
+        raise NoVisitError(
+            f"port {port} can't be listened on ({error.strerror}): choose another by --port, 0 for "
+            "any that is free"
+        ) from None
     with server:
         on_listening(address, server.getsockname()[1])
         deadline = time.monotonic() + wait

@@ -166,6 +166,8 @@ def path_rows(title: str, path: Path) -> Iterator[tuple[str, str]]:
     ):
         if nbytes is not None and speed is not None:
             yield f"  {name} {nbytes >> 20} MiB", f"{speed:.2f} GB/s over {lane}"
+    if path.kind == "cma" and path.copy_gb_per_s is not None:
+        yield "  to be expected", f"{path.copy_gb_per_s:.2f} GB/s: a copy within one process"
     if path.round_trip_p50_us is not None:
         times = f"p50 {path.round_trip_p50_us:.1f} us, p99 {path.round_trip_p99_us:.1f} us"
         yield "  8 B round trip", f"{times} over {path.control_lane}"

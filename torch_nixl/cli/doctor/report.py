@@ -167,6 +167,8 @@ class Path(Value):
     round_trip_p50_us: float | None = None
     """Of messages of 8 bytes between two polling processes."""
     round_trip_p99_us: float | None = None
+    copy_gb_per_s: float | None = None
+    """Of a copy within one process, of as many bytes: what CMA can reach."""
 
 
 class Setting(Value):
