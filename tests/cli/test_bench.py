@@ -168,6 +168,32 @@ def test_a_port_that_is_taken_is_named() -> None:
     assert "Traceback" not in finished.stderr
 
 
+def test_a_rank_of_another_launcher_that_is_killed_is_a_sentence() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    ranks = [
+        subprocess.Popen(
+            [*COMMAND, "p2p", "--rounds", "1000", "--sizes", "8"],
+            env={**ENVIRONMENT, **common, "RANK": str(rank)},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    assert ranks[0].stderr is not None
+    while "half a round trip" not in (line := ranks[0].stderr.readline()):
+        assert line
+    ranks[1].kill()
+    _, said = ranks[0].communicate(timeout=60)
+    ranks[1].communicate(timeout=30)
+    assert ranks[0].returncode == 1
+    assert said.splitlines()[-1].startswith("torch-nixl bench: rank 0: ")
+    assert "another rank has ended" in said or "the peer is lost" in said
+    assert "Traceback" not in said
+
+
 def children(pid: int) -> list[int]:
     return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 

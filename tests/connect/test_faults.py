@@ -128,10 +128,13 @@ def test_the_owner_is_killed_before_the_transfer(
     target = np.full(4096, 9, np.uint8)
     try:
         operation = begin_here(connector, told, target, reads=reads)
-    except PeerLostError:
-        pass
+    except PeerLostError as error:
+        said = str(error)
     else:
         ends_within(operation, BOUND)
+        said = ""
+    if said and stage == "before contact":
+        assert "its process has ended, or no network device leads" in said
     assert bool((target == 9).all())
     read_from(connector, healthy)
 

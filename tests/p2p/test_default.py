@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -69,13 +69,31 @@ def test_shutdown_closes_all_that_were_made() -> None:
     torch_nixl.shutdown()
 
 
-def test_a_port_that_is_taken_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def rank_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
+    """Makes this process a rank of two, whose store is at a port."""
+
+    def be(rank: int, port: int) -> None:
+        for name, value in (("RANK", rank), ("WORLD_SIZE", 2), ("MASTER_PORT", port)):
+            monkeypatch.setenv(name, str(value))
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+
+    return be
+
+
+def test_a_port_that_is_taken_is_named(rank_of_torchrun: Callable[[int, int], None]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
-        for name, value in (
-            *(("RANK", "0"), ("WORLD_SIZE", "2")),
-            *(("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", port)),
-        ):
-            monkeypatch.setenv(name, value)
+        port = taken.getsockname()[1]
+        rank_of_torchrun(0, port)
         with pytest.raises(torch_nixl.BackendError, match=f"port {port} of this host, .* is taken"):
             default._rendezvous(5.0)
+
+
+def test_a_store_that_nobody_makes_is_a_timeout(
+    rank_of_torchrun: Callable[[int, int], None],
+) -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))  # Bound, so nobody else's, and nobody listens.
+        rank_of_torchrun(1, listener.getsockname()[1])
+        with pytest.raises(torch_nixl.TransferTimeout, match="not all ranks came to the store"):
+            default._rendezvous(1.0)

@@ -238,6 +238,8 @@ def _sentence(error: Exception) -> str:
     if "EADDRINUSE" in text or "address already in use" in text.lower():
         port = os.environ.get("MASTER_PORT", "")
         return f"port {port} is taken: set MASTER_PORT, or torchrun's --master-port, to a free one"
+    if "Connection closed by peer" in text or "Connection reset by peer" in text:
+        return "another rank has ended: its own output says why"
     return text.splitlines()[0] if text else type(error).__name__
 
 

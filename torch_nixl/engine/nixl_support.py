@@ -256,8 +256,8 @@ def refused_metadata(nixl: Any, exc: Exception, nbytes: int) -> MetadataError | 
     blob = f"{nbytes} bytes of metadata"
     if isinstance(exc, (nixl.nixlBackendError, nixl.nixlRemoteDisconnectError)):
         return PeerLostError(
-            f"the agent that {blob} tell of can't be reached ({exc}). This side has "
-            f"{ucx_settings()}; both sides need a network device that reaches the other"
+            f"whoever {blob} are from can't be reached ({exc}): its process has ended, or no "
+            f"network device leads from this side ({ucx_settings()}) to it and back"
         )
     if isinstance(exc, nixl.nixlNotFoundError):
         why = "they tell regions of an agent that isn't known; its connection is needed first"
