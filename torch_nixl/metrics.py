@@ -300,10 +300,10 @@ class Spans:
     """Makes an OpenTelemetry span of each operation that ends, until it is closed.
 
     A thread of its own makes them, with a share of a core that the program does not feel: some
-    hundred each second. Of more than that over a longer time, the latest are made.
+    hundred each second. Of more than that over a longer time, some are left out.
 
     Attributes:
-        dropped: Operations of which no span was made since there were too many.
+        dropped: Operations of which no span was made: `MAX_SPANS` others waited for theirs.
     """
 
     def __init__(self, provider: TracerProvider | None) -> None:
@@ -311,8 +311,7 @@ class Spans:
 
         self._tracer = trace.get_tracer("torch_nixl", tracer_provider=provider)
         self._epoch = time.time_ns() - time.monotonic_ns()
-        self._notes = observers.EndNotes(MAX_SPANS)
-        self._left_out = 0
+        self._notes = observers.EndQueue(MAX_SPANS)
         self._ending = threading.Event()
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._run, name="torch_nixl-spans", daemon=True)
@@ -322,7 +321,7 @@ class Spans:
 
     @property
     def dropped(self) -> int:
-        return self._notes.dropped + self._left_out
+        return self._notes.dropped
 
     def close(self) -> None:
         """Make spans of what has ended so far, at most for `CLOSE_SECONDS`, then no more."""
@@ -348,7 +347,8 @@ class Spans:
         deadline = time.monotonic() + CLOSE_SECONDS
         while time.monotonic() < deadline and (ended := self._notes.take()) is not None:
             self._make(ended)
-        self._left_out = len(self._notes.take_all())
+        while self._notes.take() is not None:
+            self._notes.drop(1)
 
     def _make(self, ended: observers.Ended) -> None:
         try:
@@ -359,7 +359,7 @@ class Spans:
     def _make_span(self, ended: observers.Ended) -> None:
         from opentelemetry.trace import Status, StatusCode
 
-        _, started_at, ended_at, agent, remote, name, nbytes, _, error = ended
+        started_at, ended_at, agent, remote, name, nbytes, _, error = ended
         stop = self._epoch + int(ended_at * 1e9)
         span = self._tracer.start_span(
             f"torch_nixl {name}",

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("torch_nixl.tracing")
 
 MAX_EVENTS: Final = 1_000_000
-"""Operations that a trace keeps, and messages: the latest ones. So many take about 200 MB each."""
+"""Operations that a trace keeps at most, and messages: the latest ones, and at least half of that.
+So many take about 130 MB and 65 MB."""
 
 TAG: Final = (1 << 62) + 0x7ACE
 """Of the messages that gather a trace."""
@@ -49,7 +50,8 @@ class trace:  # noqa: N801 - used like a function
         timeout: Seconds for gathering; the Communicator's own by default.
 
     Attributes:
-        dropped: How many events of this process found no room; known at the end.
+        dropped: How many events of this process there were before those that were kept; known at
+            the end.
 
     Raises:
         OSError: At the end: the file can't be written.
@@ -161,8 +163,8 @@ class _Recorder:
 
     def __init__(self) -> None:
         self._epoch = time.time() - time.monotonic()
-        self._ends = observers.EndNotes(MAX_EVENTS)
-        self._messages = observers.MessageNotes(MAX_EVENTS)
+        self._ends = observers.EndRows(MAX_EVENTS)
+        self._messages = observers.MessageRows(MAX_EVENTS)
 
     def start(self) -> None:
         observers.watch(end=self._ends.note, message=self._messages.note)
@@ -172,14 +174,14 @@ class _Recorder:
 
     @property
     def dropped(self) -> int:
-        """How many events found no room, once the others were taken."""
+        """How many events there were before those that are kept."""
         return self._ends.dropped + self._messages.dropped
 
     def events(self, process: str) -> list[Event]:
         """Everything, in Chrome's format, as done by the process of that name."""
         # Rows are given to bars in the order of their begins.
-        bars = sorted(self._ends.take_all(), key=_start)
-        marks = self._messages.take_all()
+        bars = sorted(self._ends.rows(), key=_start)
+        marks = self._messages.rows()
         pid = os.getpid()
         rows = _Rows()
         events: list[Event] = [
@@ -191,7 +193,7 @@ class _Recorder:
                 {"ph": "M", "name": "process_labels", "pid": pid, "args": {"labels": labels}}
             )
         for bar in bars:
-            _, _, stop, _, remote, name, nbytes, route, error = bar
+            _, stop, _, remote, name, nbytes, route, error = bar
             start = _start(bar)
             arguments: Event = {"nbytes": nbytes}
             if isinstance(route, enum.Enum):
@@ -210,7 +212,7 @@ class _Recorder:
                     "args": arguments,
                 }
             )
-        for _, at, remote, nbytes, sent in marks:
+        for at, remote, nbytes, sent in marks:
             events.append(
                 {
                     "ph": "i",
@@ -235,7 +237,7 @@ class _Recorder:
 
 def _start(bar: observers.Ended) -> float:
     """When an operation began, or, if it never did, ended."""
-    return bar[1] or bar[2]
+    return bar[0] or bar[1]
 
 
 class _Rows:

@@ -4,20 +4,19 @@ Nobody does, as a rule, and then it costs one look at an empty tuple where somet
 
 [Note: notes]
 A message of 8 bytes takes 20 us, of which watching may cost 2 % on both ends together. So all that
-happens on its way is that a few values and a time are appended to a deque, which needs no lock.
+happens on its way is that a time and a few values are appended to a list, which needs no lock.
 What they mean is worked out later, by whoever takes them out. Notes never hold an operation, its
-tensors or its error. They are numbered, so that those that found no room are counted.
+tensors or its error. Their memory is bounded, and what finds no room is counted.
 """
 
 from __future__ import annotations
 
-import itertools
 import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeAlias, TypeVar
 
 if TYPE_CHECKING:
     from torch_nixl.engine.connection import Connection
@@ -68,86 +67,138 @@ def tell_end(
             log.exception("a watcher raised")
 
 
-Ended: TypeAlias = tuple[int, float, float, str, str, str, int, object, "tuple[str, str] | None"]
-"""An operation that has ended: number, `time.monotonic()` of its begin (0 if it never began) and of
-its end, names of agent and remote (empty if none) and its own, bytes, route (None if it has none),
-and the name and text of its error."""
+Ended: TypeAlias = tuple[float, float, str, str, str, int, object, "tuple[str, str] | None"]
+"""An operation that has ended: `time.monotonic()` of its begin (0 if it never began) and of its
+end, names of agent and remote (empty if none) and its own, bytes, route (None if it has none), and
+the name and text of its error."""
 
-Passed: TypeAlias = tuple[int, float, str, int, bool]
-"""A message: number, `time.monotonic()`, the remote's name, bytes, and whether it was sent."""
-
-Note = TypeVar("Note", bound="tuple[Any, ...]")
+Passed: TypeAlias = tuple[float, str, int, bool]
+"""A message: `time.monotonic()`, the remote's name, bytes, and whether it was sent."""
 
 
-class _Notes(Generic[Note]):
-    """The latest notes, numbered. Any threads write; one reads.
+def ended(
+    connection: Connection, operation: Operation, nbytes: int, error: BaseException | None
+) -> Ended:
+    """What there is to note of an operation."""
+    remote = operation.remote
+    return (
+        operation.started_at,
+        time.monotonic(),
+        connection.name,
+        "" if remote is None else remote.name,
+        operation.name,
+        nbytes,
+        getattr(operation, "route", None),
+        None if error is None else (type(error).__name__, str(error)),
+    )
 
-    Args:
-        limit: How many are kept.
+
+Row = TypeVar("Row", bound="tuple[Any, ...]")
+
+
+class _Rows(Generic[Row]):
+    """The latest notes: `limit` at most, and at least half of that. Any threads write; one reads.
 
     Attributes:
-        dropped: How many found no room, as far as those behind them were taken out.
+        dropped: How many there were before those that are kept.
     """
 
+    _WIDTH: ClassVar[int]
+
     def __init__(self, limit: int) -> None:
-        self._kept: deque[Note] = deque(maxlen=limit)
-        self._append = self._kept.append
-        self._number = itertools.count().__next__
-        self._num_taken = 0
+        # The values of all rows, one behind the other: an object for each would need twice the
+        # memory, and memory that is touched for the first time costs more than all else here.
+        self._kept: list[Any] = []
+        self._most = limit * self._WIDTH
+        self._trimming = threading.Lock()
         self.dropped = 0
 
-    def take(self) -> Note | None:
-        """Take the oldest out; None if there is none."""
-        try:
-            note = self._kept.popleft()
-        except IndexError:
-            return None
-        # Of two threads one may draw its number first and append second: never less than zero.
-        self.dropped = max(self.dropped, note[0] - self._num_taken)
-        self._num_taken += 1
-        return note
+    def _trim(self) -> None:
+        # Whoever has the lock does it; it may be this very thread, interrupted.
+        if self._trimming.acquire(blocking=False):
+            try:
+                if len(self._kept) > self._most:
+                    count = max(1, self._most // self._WIDTH // 2)
+                    del self._kept[: count * self._WIDTH]
+                    self.dropped += count
+            finally:
+                self._trimming.release()
 
-    def take_all(self) -> list[Note]:
-        """Take out all that there are."""
-        return list(iter(self.take, None))
+    def rows(self) -> list[Row]:
+        """All that are kept, in their order."""
+        values = iter(self._kept[:])
+        return list(zip(*[values] * self._WIDTH, strict=True))  # type: ignore[arg-type]
 
 
-class EndNotes(_Notes[Ended]):
+class EndRows(_Rows[Ended]):
     """The latest operations that have ended."""
+
+    _WIDTH = 8
 
     def note(
         self, connection: Connection, operation: Operation, nbytes: int, error: BaseException | None
     ) -> None:
         """Note one: an `EndWatcher`."""
-        remote = operation.remote
-        self._append(
-            (
-                self._number(),
-                operation.started_at,
-                time.monotonic(),
-                connection.name,
-                "" if remote is None else remote.name,
-                operation.name,
-                nbytes,
-                getattr(operation, "route", None),
-                None if error is None else (type(error).__name__, str(error)),
-            )
-        )
+        self._kept.extend(ended(connection, operation, nbytes, error))
+        if len(self._kept) > self._most:
+            self._trim()
 
 
-class MessageNotes(_Notes[Passed]):
+class MessageRows(_Rows[Passed]):
     """The latest messages that travelled in their frames.
 
     Attributes:
         note: Notes one: a `MessageWatcher`.
     """
 
+    _WIDTH = 4
+
     def __init__(self, limit: int) -> None:
         super().__init__(limit)
-        append, number, now = self._append, self._number, time.monotonic
+        kept, extend, most, now = self._kept, self._kept.extend, self._most, time.monotonic
 
         # All that it needs is bound here: looking it up would be half of what it costs.
         def note(remote: str, nbytes: int, sent: bool) -> None:
-            append((number(), now(), remote, nbytes, sent))
+            extend((now(), remote, nbytes, sent))
+            if len(kept) > most:
+                self._trim()
 
         self.note: MessageWatcher = note
+
+
+class EndQueue:
+    """Operations that have ended, for a thread that takes them out. Any threads write; one reads.
+
+    Args:
+        limit: How many may wait.
+
+    Attributes:
+        dropped: How many found no room.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._waiting: deque[Ended] = deque()
+        self._limit = limit
+        self._lock = threading.RLock()
+        self.dropped = 0
+
+    def note(
+        self, connection: Connection, operation: Operation, nbytes: int, error: BaseException | None
+    ) -> None:
+        """Note one: an `EndWatcher`."""
+        if len(self._waiting) < self._limit:
+            self._waiting.append(ended(connection, operation, nbytes, error))
+        else:
+            self.drop(1)
+
+    def drop(self, count: int) -> None:
+        """Count what gets no room, or is not taken any more."""
+        with self._lock:
+            self.dropped += count
+
+    def take(self) -> Ended | None:
+        """Take the oldest out; None if there is none."""
+        try:
+            return self._waiting.popleft()
+        except IndexError:
+            return None
