@@ -5,11 +5,11 @@ from __future__ import annotations
 import importlib
 import re
 import shlex
-from pathlib import Path
 from typing import Any
 
 import pytest
 import typer.main
+from examples.running import ROOT
 from prometheus_client import CollectorRegistry
 
 from torch_nixl import metrics
@@ -20,7 +20,6 @@ from torch_nixl.engine.nixl_environment import TUNED_ENVIRONMENT
 from torch_nixl.engine.progress import HOT_SECONDS, IDLE_SECONDS, WAIT_SECONDS
 from torch_nixl.p2p.protocol import EAGER_NBYTES, PACK_SPAN_NBYTES, SPLIT_NBYTES
 
-ROOT = Path(__file__).parents[2]
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md")),
     *sorted(ROOT.glob("docs/**/*.md")),

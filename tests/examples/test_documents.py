@@ -5,16 +5,13 @@ from __future__ import annotations
 import ast
 import importlib
 import json
-import os
 import re
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from examples.running import ROOT, torchrun
 
-ROOT = Path(__file__).parents[2]
 FENCE = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("docs/**/*.md"))]
 BLOCKS = [(page, code) for page in PAGES for code in FENCE.findall((ROOT / page).read_text())]
@@ -203,17 +200,6 @@ def test_blocks_run_one_after_another_on_two_ranks(tmp_path: Path) -> None:
     program = tmp_path / "run.py"
     program.write_text(RUN)
     (tmp_path / "blocks.json").write_text(json.dumps(blocks))
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),
-            *(str(program), str(tmp_path / "blocks.json")),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=110,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("all have run") == 2
-    assert "tensor([[0., 1., 2.]" in done.stdout, "the quick start's output"
+    printed = torchrun(program, str(tmp_path / "blocks.json"), timeout=110)
+    assert printed.count("all have run") == 2
+    assert "tensor([[0., 1., 2.]" in printed, "the quick start's output"
