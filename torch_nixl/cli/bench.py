@@ -74,7 +74,7 @@ def p2p(
     full: Annotated[
         bool,
         typer.Option(
-            "--full", help="256 MiB, channels of more sizes, and a tree, too: some minutes."
+            "--full", help="256 MiB, channels of more sizes, and a tree, too: two minutes."
         ),
     ] = False,
     device: _Device = "cpu",
@@ -258,7 +258,8 @@ class _Listener:
         self._said = ""
 
     def begin(self, count: int, seconds: float) -> None:
-        self._say(f"{self._name}: {count} measurements, about {_about(seconds)} on idle cores")
+        things = "1 measurement" if count == 1 else f"{count} measurements"
+        self._say(f"{self._name}: {things}, about {_about(seconds)} on idle cores")
 
     def step(self, done: int, total: int, what: str) -> None:
         self._progress.update(
