@@ -151,6 +151,14 @@ def test_tables_show_wins_and_losses() -> None:
     assert "slower" in text
 
 
+def test_nothing_is_cut_off_where_the_terminal_is_narrow() -> None:
+    console = Console(width=60, record=True, force_terminal=False)
+    show(report([0.001] * 3, [0.002] * 3), console)
+    text = console.export_text()
+    assert "…" not in text
+    assert "win" in text
+
+
 @pytest.mark.parametrize("suffix", plots.SUFFIXES)
 def test_plots_are_drawn(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"plot{suffix}"

@@ -32,11 +32,10 @@ def show(report: Report, console: Console) -> None:
     names = dict.fromkeys(name for one in report.measurements for name in one.seconds)
     rivals = [name for name in names if name != OURS]
     table.add_column("")
-    table.add_column("size", justify="right")
-    table.add_column(OURS, justify="right")
-    for name in rivals:
-        table.add_column(name, justify="right")
-        table.add_column("ratio", justify="right")
+    figures = [name for rival in rivals for name in (rival, "ratio")]
+    for column in ("size", OURS, *figures):
+        # A narrow terminal folds what it has no room for; nothing is cut off.
+        table.add_column(column, justify="right", overflow="fold")
     for one in report.measurements:
         compared = {comparison.rival: comparison for comparison in one.comparisons()}
         size = size_name(one.nbytes) if one.nbytes else ""
