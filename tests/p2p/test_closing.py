@@ -104,7 +104,7 @@ class BrokenStore(HashStore):
 
     calls = 0
 
-    def wait(self, *_: object) -> None:
+    def check(self, *_: object) -> bool:
         type(self).calls += 1
         raise RuntimeError("connection reset")
 

@@ -12,7 +12,6 @@ prefix: all ranks do so equally often, so the k-th of one belongs to the k-th of
 from __future__ import annotations
 
 import contextlib
-import datetime
 import hashlib
 import secrets
 import threading
@@ -27,11 +26,15 @@ from torch_nixl.errors import ClosedError, MetadataError, TransferError, Transfe
 LEAVE_SECONDS = 3.0
 """How long closing waits for the store."""
 
-_SLICE_SECONDS = 1.0
-_FIRST_SLICE_SECONDS = 0.05
+_LOOK_SECONDS = 0.05
+"""How often a rank that isn't there yet is looked for, in the store and by whether it has come."""
+
+_FIRST_LOOK_SECONDS = 0.001
 
 _MAX_BROKEN = 3
-"""Times in a row that a store may fail at once, instead of at its timeout."""
+"""Times in a row that a store may fail."""
+
+_ABSENT = "torch_nixl: absent"
 
 
 class Bootstrap:
@@ -91,45 +94,33 @@ class Bootstrap:
             MetadataError: What it published is not acceptable.
             ClosedError: This Communicator was closed meanwhile.
         """
-        key = f"{self._prefix}/{rank}"
         deadline = None if timeout is None else time.monotonic() + timeout
-        longest = _FIRST_SLICE_SECONDS
-        broken = 0
-        while True:
-            if has_come():
-                return b""
-            started = time.monotonic()
-            left = longest if deadline is None else deadline - started
-            if self._left:
-                raise ClosedError("the Communicator was closed")
-            seconds = max(0.001, min(left, longest))
-            try:
-                self._store.wait([key], datetime.timedelta(seconds=seconds))
-                text = self._store.get(key)
-                break
-            # What a store raises at its timeout differs between stores and releases.
-            except RuntimeError as error:
-                waited = time.monotonic() - started
-                if waited >= seconds / 2:
-                    broken = 0
-                elif seconds >= _FIRST_SLICE_SECONDS:
-                    broken += 1
-                    if broken == _MAX_BROKEN:
-                        raise TransferError(
-                            f"rank {rank} can't be looked up: the store that ranks find each other "
-                            f"through does not work any more: {error}"
-                        ) from error
-                    time.sleep(seconds - waited)  # A store that fails at once: not too often.
+        search = _Search(self._store, f"{self._prefix}/{rank}")
+        try:
+            while not search.ended.is_set():
+                if has_come():
+                    return b""
+                if self._left:
+                    raise ClosedError("the Communicator was closed")
+                left = _LOOK_SECONDS if deadline is None else deadline - time.monotonic()
                 if left <= 0:
                     raise TransferTimeout(
                         f"rank {rank} has not made its Communicator within {timeout:.3g} s, or has "
                         "closed it already"
-                    ) from error
-            longest = min(2 * longest, _SLICE_SECONDS)
+                    )
+                search.ended.wait(min(left, _LOOK_SECONDS))
+        finally:
+            search.stop()
+        if search.error is not None:
+            raise TransferError(
+                f"rank {rank} can't be looked up: the store that ranks find each other through "
+                f"does not work any more: {search.error}"
+            ) from search.error
+        text = search.found
         try:
             return unseal(bytes.fromhex(text.decode()), key=self._key)
         except ValueError as error:
-            raise MetadataError(f"rank {rank} has published something else: {error}") from error
+            raise MetadataError(f"rank {rank}: {error}") from error
 
     def leave(self) -> None:
         """Remove this rank's keys, and the last one the rest.
@@ -160,3 +151,56 @@ class Bootstrap:
         if all(int(self._store.get(one)) == self._incarnation for one in counters):
             for one in counters:
                 self._store.delete_key(one)
+
+
+class _Search:
+    """Looks for a key, in a thread of its own.
+
+    A store's calls can't be given up: one whose host stands still answers when it goes on. And they
+    only look: a call that waits for a key, as `Store.wait`, prints warnings when its time is up.
+
+    Attributes:
+        ended: The key is there, or the store is broken.
+        found: The key's value.
+        error: What the store raised.
+    """
+
+    def __init__(self, store: Store, key: str) -> None:
+        self._store = store
+        self._key = key
+        self._stopped = threading.Event()
+        self.ended = threading.Event()
+        self.found = b""
+        self.error: RuntimeError | None = None
+        threading.Thread(target=self._run, name="torch_nixl store", daemon=True).start()
+
+    def stop(self) -> None:
+        """Look no more."""
+        self._stopped.set()
+
+    def _run(self) -> None:
+        pause = _FIRST_LOOK_SECONDS
+        num_broken = 0
+        while not self._stopped.is_set():
+            try:
+                if self._look():
+                    break
+                num_broken = 0
+            except RuntimeError as error:
+                num_broken += 1
+                if num_broken == _MAX_BROKEN:
+                    self.error = error
+                    break
+            self._stopped.wait(pause)
+            pause = min(2 * pause, _LOOK_SECONDS)
+        self.ended.set()
+
+    def _look(self) -> bool:
+        if not self._store.check([self._key]):
+            return False
+        # The key may go between the two calls. To compare reads it without waiting for it.
+        value: bytes = self._store.compare_set(self._key, _ABSENT, _ABSENT)
+        if value == _ABSENT.encode():
+            return False
+        self.found = value
+        return True
