@@ -96,9 +96,10 @@ def main() -> None:
     options = made.parse_args()
     arguments = ["--sizes", f"{SMALL},{MIDDLE},{LARGE}", "--rounds", "15"]
     arguments += ["--pin"] if options.pin else []
-    arguments += [part for name in options.only for part in ("--only", name)]
+    names = [name for name in options.only if name != "isend"]
+    arguments += [part for name in names for part in ("--only", name)]
     found: list[Row] = []
-    for ranks in options.ranks:
+    for ranks in options.ranks if names or not options.only else ():
         report = bench("collectives", "--ranks", str(ranks), *arguments)
         found += rows(report, limits(report), prefix=f"{ranks} ranks: ")
     if not options.only or "isend" in options.only:
