@@ -213,7 +213,8 @@ def splitting(rank: Rank) -> list[float]:
     """A group taken apart without the rest."""
     with default_group(rank) as group:
         assert isinstance(group, NixlProcessGroup)
-        seconds = datetime.timedelta(seconds=9)
+        # Another than the group's own, and long enough for a rank that is only now starting NIXL.
+        seconds = datetime.timedelta(seconds=25)
         part = group.split_group([2, 1], timeout=seconds, group_name="part", group_desc="two")
         if rank.rank not in (1, 2):
             assert part is None
