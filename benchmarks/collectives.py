@@ -3,14 +3,23 @@
     python benchmarks/collectives.py [--json FILE] [--ranks 2 4] [--only NAME ...] [--pin]
 
 Ranks on one host, each a process with one thread for torch. A figure is the time of one call, the
-slowest rank's. Sizes are those of one rank's tensor.
+slowest rank's. Sizes are those of one rank's tensor. The last rows are the time that `dist.isend`
+takes to return, on a process group "nixl".
 """
 
 from __future__ import annotations
 
-from rows import Row, bench, parser, rows, show
+import sys
+import time
+from collections.abc import Iterator
 
-from torch_nixl.bench.report import Report
+import torch
+import torch.distributed as dist
+from rows import Row, be_a_rank, bench, from_ranks, parser, row, rows, show
+
+from torch_nixl.bench.launch import is_rank
+from torch_nixl.bench.report import OURS, Report
+from torch_nixl.bench.session import Case, Contestant, Session
 
 SMALL, MIDDLE, LARGE = 8, 1 << 20, 64 << 20
 TWO_RANKS = {
@@ -24,6 +33,10 @@ TWO_RANKS = {
 """Largest ratio of times on 2 ranks from 1 MiB on."""
 MORE_RANKS = 1.05
 """The same where there are more ranks than cores."""
+POSTING_US = 15.0
+"""Longest that `dist.isend` may take to return."""
+BURST = 16
+"""Messages that are sent before the first is waited for."""
 
 
 def limits(report: Report) -> dict[tuple[str, int, str], float]:
@@ -39,7 +52,41 @@ def limits(report: Report) -> dict[tuple[str, int, str], float]:
     return found
 
 
+def posting(session: Session) -> Iterator[Row]:
+    """The call of `dist.isend` alone, whoever moves the bytes."""
+    small = torch.zeros(SMALL // 4)
+    groups = {OURS: dist.new_group(backend="nixl"), **session.rivals()}
+
+    def contestant(group: dist.ProcessGroup) -> Contestant:
+        def post(count: int) -> list[float]:
+            seconds = []
+            for _ in range(-(-count // BURST)):
+                if session.rank:
+                    for _ in range(BURST):
+                        dist.recv(small, 0, group=group)
+                    continue
+                works = []
+                for _ in range(BURST):
+                    started = time.perf_counter()
+                    works.append(dist.isend(small, 1, group=group))
+                    seconds.append(time.perf_counter() - started)
+                for work in works:
+                    assert work is not None
+                    work.wait()
+            return seconds or [0.0]
+
+        return post
+
+    contestants = {name: contestant(group) for name, group in groups.items()}
+    measured = session.measure(Case("call of dist.isend", SMALL, lambda: contestants))
+    yield Row("call of dist.isend, 8 B, p50", measured.median(OURS) * 1e6, "us", POSTING_US)
+    yield row(measured, "Gloo", None)
+
+
 def main() -> None:
+    if is_rank():
+        be_a_rank(posting)
+        return
     made = parser(__doc__ or "")
     made.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     made.add_argument("--only", nargs="+", default=[], metavar="NAME")
@@ -49,11 +96,14 @@ def main() -> None:
     options = made.parse_args()
     arguments = ["--sizes", f"{SMALL},{MIDDLE},{LARGE}", "--rounds", "15"]
     arguments += ["--pin"] if options.pin else []
-    arguments += [part for name in options.only for part in ("--only", name)]
+    names = [name for name in options.only if name != "isend"]
+    arguments += [part for name in names for part in ("--only", name)]
     found: list[Row] = []
-    for ranks in options.ranks:
+    for ranks in options.ranks if names or not options.only else ():
         report = bench("collectives", "--ranks", str(ranks), *arguments)
         found += rows(report, limits(report), prefix=f"{ranks} ranks: ")
+    if not options.only or "isend" in options.only:
+        found += from_ranks(sys.argv[0])
     show("collectives", found, options.json)
 
 

@@ -27,7 +27,7 @@ def value(rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def everything(rank: Rank) -> int:
-    """Every collective at every size, sync, against torch."""
+    """Every collective at every size, sync, against torch. What is left outstanding."""
     size, me = rank.world_size, rank.rank
     with make(rank) as group:
         for count in COUNTS:
@@ -61,6 +61,10 @@ def everything(rank: Rank) -> int:
                 torch_nixl.gather_tensor(mine, back, 0, group=group)
                 assert all(torch.equal(a, b) for a, b in zip(back or (), values, strict=False))
                 torch_nixl.barrier(group=group)
+        # Another thread may have ended the last message, and not forgotten it yet.
+        group.connection.progress.wait_until(
+            lambda: group.statistics().outstanding == 0, time.monotonic() + 10
+        )
         return group.statistics().outstanding
 
 

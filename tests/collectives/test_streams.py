@@ -198,6 +198,40 @@ def test_every_collective_waits_for_its_tensors(
     check_calls(ranks)
 
 
+def test_parts_with_gaps_are_packed_in_stream_order(
+    world: World, slow: threading.Event, reducing: str
+) -> None:
+    ranks = [Rank(comm, slow) for comm in world(3)]
+    whole = torch.arange(9.0 * COUNT).view(9, COUNT)
+    works: list[CollectiveWork] = []
+    checks: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for one in ranks:
+        comm, rank = one.comm, one.comm.rank
+        with one.device.stream(one.stream):
+            out = one.made(torch.zeros(3, COUNT), strided=True)
+            tensor = one.made(whole + rank, strided=True)
+            works.append(some(c.reduce_scatter_tensor(out, tensor, group=comm, async_op=True)))
+            checks.append((out, 3 * whole[3 * rank : 3 * rank + 3] + 3))
+            out = one.made(torch.zeros(3, COUNT), strided=True)
+            parts = [one.made(part, strided=True) for part in whole.chunk(3)]
+            inputs = parts if rank == 1 else None
+            works.append(some(c.scatter_tensor(out, inputs, 1, group=comm, async_op=True)))
+            checks.append((out, whole[3 * rank : 3 * rank + 3]))
+            several = [one.made(whole[0, :40] + rank, strided=True) for _ in range(3)]
+            works.append(some(c.all_reduce_tensor(several, group=comm, async_op=True)))
+            checks += [(each, 3 * whole[0, :40] + 3) for each in several]
+    for _ in range(20):
+        for one in ranks:
+            one.comm.connection.progress.step()
+    assert not any(work.is_completed() for work in works)
+    slow.set()
+    for work in works:
+        work.synchronize(SECONDS)
+    for index, (out, want) in enumerate(checks):
+        assert torch.equal(out, want), (index, out, want)
+    check_calls(ranks)
+
+
 def test_a_host_and_a_device_take_part_together(world: World, slow: threading.Event) -> None:
     a, b = world(2)
     one = Rank(a, slow)

@@ -159,23 +159,24 @@ def a6_column_in_collectives(rank: Rank) -> None:
     """A column is broadcast, reduced and scattered into; its neighbour stays."""
     with default_group(rank):
         for call in ("broadcast", "reduce", "all_reduce", "scatter"):
-            square = torch.full((2, 2), float(rank.rank + 1))
+            square = torch.tensor([[1.0, 2.0], [3.0, 4.0]]) + 10 * rank.rank
             column = square[:, 0]
             if call == "broadcast":
                 dist.broadcast(column, 1)
-                expected = 2.0
+                expected = [11.0, 13.0]
             elif call == "reduce":
                 dist.reduce(column, 0)
-                expected = 3.0 if rank.rank == 0 else 2.0
+                expected = [12.0, 16.0] if rank.rank == 0 else [11.0, 13.0]
             elif call == "all_reduce":
                 dist.all_reduce(column)
-                expected = 3.0
+                expected = [12.0, 16.0]
             else:
-                shares = [torch.full((2, 2), 5.0)[:, 1], torch.full((2, 2), 6.0)[:, 1]]
-                dist.scatter(column, shares if rank.rank == 0 else None, 0)
-                expected = 5.0 + rank.rank
-            assert square[:, 0].tolist() == [expected] * 2, call
-            assert square[:, 1].tolist() == [rank.rank + 1.0] * 2, call
+                shares = torch.tensor([[5.0, 6.0], [7.0, 8.0]])
+                columns = [shares[:, 0], shares[:, 1]]
+                dist.scatter(column, columns if rank.rank == 0 else None, 0)
+                expected = [5.0 + rank.rank, 7.0 + rank.rank]
+            assert square[:, 0].tolist() == expected, call
+            assert square[:, 1].tolist() == [2.0 + 10 * rank.rank, 4.0 + 10 * rank.rank], call
 
 
 def a8_transposed_gather(rank: Rank) -> None:
@@ -189,6 +190,15 @@ def a8_transposed_gather(rank: Rank) -> None:
             assert torch.equal(parts[0], tensor - 100)
             assert torch.equal(parts[1], tensor)
         # No barrier: rank 0 has sent, and closes at once.
+
+
+def _await_all(rank: Rank, name: str) -> None:
+    """Wait until every process has come here, of whichever world it is."""
+    (rank.directory / f"{name}{rank.rank}").touch()
+    deadline = time.monotonic() + 30
+    while not all((rank.directory / f"{name}{one}").exists() for one in range(rank.world_size)):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def h12_two_worlds_at_once(rank: Rank) -> list[float]:
@@ -207,8 +217,10 @@ def h12_two_worlds_at_once(rank: Rank) -> list[float]:
             time.sleep(0.01)
         store = dist.TCPStore("127.0.0.1", int(port.read_text()), None, False)
     dist.init_process_group("nixl", store=store, rank=rank.rank - first, world_size=2)
+    _await_all(rank, "made")
     total = torch.full((100_000,), float(rank.rank))
     dist.all_reduce(total)
+    _await_all(rank, "reduced")
     dist.destroy_process_group()
     with torch_nixl.init(store=store, rank=rank.rank - first, world_size=2) as communicator:
         other = first + 1 - rank.rank
@@ -309,7 +321,7 @@ def d10_tags_in_reverse(rank: Rank) -> None:
             if rank.rank == 0:
                 works.append(dist.isend(torch.full((1000,), float(tag)), 1, tag=tag))
             else:
-                works.append(dist.irecv(got[tag], 0, tag=tag))
+                works.append(dist.irecv(got[2 - tag], 0, tag=2 - tag))
         for work in reversed(works):
             assert work is not None
             work.wait()

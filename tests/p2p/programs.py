@@ -241,6 +241,12 @@ def again_and_again(rank: Rank) -> int:
         work.wait()
         assert torch_nixl.get_communicator() is communicator
         torch_nixl.shutdown()
+    # What the other leaves behind is not there while it is still closing.
+    (rank.directory / f"closed{rank.rank}").touch()
+    deadline = time.monotonic() + 20
+    while not (rank.directory / f"closed{other}").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
     return store.num_keys()
 
 

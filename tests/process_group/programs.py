@@ -136,6 +136,37 @@ def operations(
     return got + ones
 
 
+def operators(rank: Rank, backend: str) -> list[torch.Tensor]:
+    """Reductions by all of torch's operations that both backends have, and where they have them."""
+    me = rank.rank
+    got = []
+    with default_group(rank, backend):
+        whole = torch.arange(300) % 89 + 5 * me
+        for name in ("SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"):
+            for dtype in (torch.uint8, torch.int32, torch.int64):
+                one = whole.to(dtype)
+                dist.all_reduce(one, getattr(dist.ReduceOp, name))
+                got.append(one)
+        for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX"):
+            for dtype in (torch.float32, torch.float64):
+                one = whole.to(dtype)
+                dist.all_reduce(one, getattr(dist.ReduceOp, name))
+                got.append(one)
+    return got
+
+
+def premultiplied(rank: Rank) -> list[float]:
+    """What NCCL has and Gloo hasn't; through every call that reduces."""
+    op = dist._make_nccl_premul_sum(0.5)
+    with default_group(rank):
+        one, two = torch.full((4,), rank.rank + 1.0), torch.full((4,), rank.rank + 1.0)
+        dist.all_reduce(one, op)
+        dist.reduce(two, 0, op)
+        share = torch.zeros(2)
+        dist.reduce_scatter_tensor(share, torch.full((4,), rank.rank + 1.0), op)
+        return [float(one[-1]), float(two[-1]), float(share[-1])]
+
+
 def init_string(rank: Rank, backend: str) -> tuple[str, list[str], float]:
     """Make a group by a string that names devices, and use it on the host."""
     with default_group(rank, backend) as group:
@@ -182,7 +213,8 @@ def splitting(rank: Rank) -> list[float]:
     """A group taken apart without the rest."""
     with default_group(rank) as group:
         assert isinstance(group, NixlProcessGroup)
-        seconds = datetime.timedelta(seconds=9)
+        # Another than the group's own, and long enough for a rank that is only now starting NIXL.
+        seconds = datetime.timedelta(seconds=25)
         part = group.split_group([2, 1], timeout=seconds, group_name="part", group_desc="two")
         if rank.rank not in (1, 2):
             assert part is None
@@ -374,7 +406,10 @@ def profiled(rank: Rank) -> tuple[int, int]:
     """Ranges show while a profiler runs; how many there are."""
     with default_group(rank):
         one = torch.ones(3)
-        dist.all_reduce(one)
+        with pytest.MonkeyPatch.context() as patch:
+            # Called by none while no profiler runs.
+            patch.setattr("torch_nixl.process_group.operations.record_function", None)
+            dist.all_reduce(one)
         with torch.profiler.profile() as profile:
             dist.all_reduce(one)
             dist.all_reduce(one)

@@ -24,6 +24,15 @@ def test_every_operation_does_what_it_does_on_gloo(
     _assert_same(ours, rank_pool.run(programs.everything, args=("gloo", count), world_size=size))
 
 
+def test_reductions_are_those_of_gloo(rank_pool: RankPool) -> None:
+    ours = rank_pool.run(programs.operators, args=("nixl",), world_size=2)
+    _assert_same(ours, rank_pool.run(programs.operators, args=("gloo",), world_size=2))
+
+
+def test_premultiplied_sum_through_torch(rank_pool: RankPool) -> None:
+    assert rank_pool.run(programs.premultiplied, world_size=2) == [[1.5, 1.5, 1.5], [1.5, 2.0, 1.5]]
+
+
 def test_every_operation_over_tcp_with_a_secret(rank_pool: RankPool) -> None:
     environment = {"UCX_TLS": "tcp,self", "TORCH_NIXL_SECRET": "sesame"}
     ours = run_ranks(programs.everything, 2, args=("nixl", 50_000), env=environment)

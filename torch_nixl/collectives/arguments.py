@@ -8,6 +8,7 @@ from typing import SupportsIndex
 
 import torch
 
+from torch_nixl.collectives.segments import Range, Segment, SegmentT, may_meet
 from torch_nixl.engine.streams import device_of
 from torch_nixl.p2p.communicator import Communicator
 from torch_nixl.p2p.description import describe
@@ -45,13 +46,39 @@ def flat_source(tensor: torch.Tensor, name: str = "tensor") -> Flat:
         TypeError, ValueError: As `p2p.tensors.sendable`.
         TransferError: Its device's current stream is being captured into a graph.
     """
+    return _flat_source(_source(tensor, name))
+
+
+def source_segment(tensor: torch.Tensor, out: torch.Tensor, name: str = "tensor") -> Segment:
+    """Take a tensor to be read piece by piece, while what was read before becomes a result.
+
+    Args:
+        tensor: Any strides. If it has gaps, nothing is copied yet.
+        out: Where the result goes. If that may be the same memory, `tensor` is copied after all.
+        name: For messages.
+
+    Raises:
+        TypeError, ValueError, TransferError: As `flat_source`.
+    """
+    tensor = _source(tensor, name)
+    if tensor.is_contiguous() or may_meet(tensor, out):
+        return _flat_source(tensor).data
+    return Range(tensor, 0, tensor.numel())
+
+
+def _source(tensor: torch.Tensor, name: str) -> torch.Tensor:
     describe(tensor, name=name)
     tensor = sendable(tensor, name=name).detach()
     device = device_of(tensor)
     if device is not None:
         device.check_capture()
-        if not tensor.is_contiguous():
-            tensor = device.pack(tensor, device.current())
+    return tensor
+
+
+def _flat_source(tensor: torch.Tensor) -> Flat:
+    device = device_of(tensor)
+    if device is not None and not tensor.is_contiguous():
+        tensor = device.pack(tensor, device.current())
     return Flat(tensor.contiguous().view(-1), None)
 
 
@@ -66,14 +93,56 @@ def flat_target(tensor: torch.Tensor, name: str = "out") -> Flat:
         TypeError, ValueError: As `p2p.tensors.check_target`.
         TransferError: Its device's current stream is being captured into a graph.
     """
+    return _flat_target(checked_target(tensor, name))
+
+
+def target_segment(
+    tensor: torch.Tensor, inputs: Sequence[torch.Tensor]
+) -> tuple[Segment, Flat | None]:
+    """Take a tensor to be overwritten piece by piece, while the rest is still to be read.
+
+    Args:
+        tensor: From `checked_target`.
+        inputs: What is read. If that may be the same memory, the result goes to a temporary.
+
+    Returns:
+        Where to write, and what to `finish` then, if anything.
+    """
+    if tensor.is_contiguous() or any(may_meet(tensor, one) for one in inputs):
+        flat = _flat_target(tensor)
+        return flat.data, flat
+    return Range(tensor, 0, tensor.numel()), None
+
+
+def packed_segment(tensor: torch.Tensor, name: str = "tensor") -> Segment:
+    """Take a tensor to be read and overwritten: copied as a whole, at once, to and from another.
+
+    Raises:
+        TypeError, ValueError, TransferError: As `flat_target`.
+    """
+    tensor = checked_target(tensor, name)
+    return tensor.view(-1) if tensor.is_contiguous() else Range(tensor, 0, tensor.numel())
+
+
+def checked_target(tensor: torch.Tensor, name: str = "out") -> torch.Tensor:
+    """Refuse what can't be overwritten; return it without its gradient.
+
+    Raises:
+        TypeError, ValueError, TransferError: As `flat_target`.
+    """
     describe(tensor, name=name)
     check_target(tensor, name=name)
     tensor = tensor.detach()
     device = device_of(tensor)
     if device is not None:
         device.check_capture()
+    return tensor
+
+
+def _flat_target(tensor: torch.Tensor) -> Flat:
     if tensor.is_contiguous():
         return Flat(tensor.view(-1), None)
+    device = device_of(tensor)
     if device is not None:
         data = device.buffer(tensor, device.current())
     else:
@@ -113,9 +182,9 @@ def check_alike(
 
 
 def equal_parts(
-    communicator: Communicator, whole: torch.Tensor, part: torch.Tensor, name: str
-) -> list[torch.Tensor]:
-    """Cut a flat tensor into one part for each rank, as large as `part`.
+    communicator: Communicator, whole: SegmentT, part: torch.Tensor, name: str
+) -> list[SegmentT]:
+    """Cut a segment into one part for each rank, as large as `part`.
 
     Raises:
         TypeError, ValueError: It has another dtype, or doesn't have that many elements.
@@ -177,23 +246,22 @@ def split(
 
 
 def check_apart(
-    outs: Sequence[torch.Tensor],
-    inputs: Sequence[torch.Tensor],
+    outs: Sequence[Segment],
+    inputs: Sequence[Segment],
     *,
     same: tuple[int, int] | None = None,
 ) -> None:
     """Refuse outputs that lie over inputs.
 
     Args:
-        outs: Flat tensors that are written to.
-        inputs: Flat tensors that are read.
+        outs: What is written to. What has gaps is known to lie apart.
+        inputs: What is read.
         same: Indices of an output and an input that may be the same memory.
 
     Raises:
         ValueError: Some do.
     """
-    targets = [(one.data_ptr(), one.nbytes) for one in outs]
-    sources = [(one.data_ptr(), one.nbytes) for one in inputs]
+    targets, sources = _places(outs), _places(inputs)
     if same is not None and targets[same[0]] == sources[same[1]]:
         del sources[same[1]]
     spans = [(start, start + nbytes, 0) for start, nbytes in targets if nbytes]
@@ -204,6 +272,11 @@ def check_apart(
         if start < reached[1 - kind]:
             raise ValueError("the output shares memory with the input")
         reached[kind] = max(reached[kind], stop)
+
+
+def _places(segments: Sequence[Segment]) -> list[tuple[int, int]]:
+    """Address and size of each; nothing of what has gaps."""
+    return [(0, 0) if isinstance(one, Range) else (one.data_ptr(), one.nbytes) for one in segments]
 
 
 def shapes(tensors: Sequence[torch.Tensor]) -> str:

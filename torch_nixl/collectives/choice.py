@@ -19,6 +19,9 @@ CHUNK_NBYTES: Final = 2 << 20
 MIN_CHUNK_NBYTES: Final = 64 << 10
 """Fewest bytes that are worth a message of their own."""
 
+MIN_TOTAL_NUMEL: Final = 16 << 10
+"""Fewest elements that are worth calls of their own."""
+
 
 def reduces_at_once(nbytes: int, world_size: int) -> bool:
     """Whether all ranks send all they have to all, and each reduces everything by itself.
@@ -30,11 +33,11 @@ def reduces_at_once(nbytes: int, world_size: int) -> bool:
     return nbytes * (world_size - 1) <= SMALL_NBYTES
 
 
-def chunk_nbytes(segment_nbytes: int, output_nbytes: int, world_size: int) -> int:
-    """How many bytes of a rank's segment are reduced at a time.
+def num_chunks(segment_nbytes: int, output_nbytes: int, world_size: int) -> int:
+    """In how many pieces of one size a rank's segment is reduced.
 
-    Chunks of all other ranks are in memory together, and from the second on those that come next:
-    no more than the output, unless that is tiny.
+    Memory holds those of all other ranks, from the second on those that come next, and what they
+    are accumulated in: together no more than the output, unless that is tiny.
 
     Args:
         segment_nbytes: What one rank reduces.
@@ -43,6 +46,17 @@ def chunk_nbytes(segment_nbytes: int, output_nbytes: int, world_size: int) -> in
     """
     others = max(1, world_size - 1)
     most = max(MIN_CHUNK_NBYTES, min(CHUNK_NBYTES, 2 * CHUNK_NBYTES // others))
-    if segment_nbytes <= most and segment_nbytes * others <= output_nbytes:
-        return segment_nbytes
-    return max(MIN_CHUNK_NBYTES, min(most, output_nbytes // (2 * others)))
+    if segment_nbytes > most or segment_nbytes * others >= output_nbytes:
+        most = max(MIN_CHUNK_NBYTES, min(most, -(-output_nbytes // (2 * others + 1))))
+    return -(-segment_nbytes // most)
+
+
+def total_numel(numel: int) -> int:
+    """How many elements of a chunk are accumulated at a time, where that takes memory of its own.
+
+    A quarter of what is long.
+
+    Args:
+        numel: Elements of a chunk.
+    """
+    return min(numel, max(MIN_TOTAL_NUMEL, -(-numel // 256) * 64))

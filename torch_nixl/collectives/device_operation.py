@@ -56,7 +56,9 @@ class DeviceCollective(Ordered, CollectiveOperation):
     def prepare(self, moved: Sequence[torch.Tensor]) -> None:
         """Make its memory, and note what is queued on its devices. In the caller's thread."""
         super().prepare(moved)
-        self.hold_memory([one for one in moved if device_of(one) is not None])
+        # What has gaps is copied, never moved itself.
+        whole = [one for one in moved if one.is_contiguous()]
+        self.hold_memory([one for one in whole if device_of(one) is not None])
         self.put_in_order(order_of(moved), tuple(self.outputs))
 
     def start(self) -> None:

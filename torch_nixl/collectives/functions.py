@@ -15,22 +15,27 @@ from typing import TYPE_CHECKING, Final
 import torch
 import torch.distributed as dist
 
-from torch_nixl.collectives import algorithms
+from torch_nixl.collectives import algorithms, choice, reducing
 from torch_nixl.collectives.arguments import (
     Flat,
     check_alike,
     check_apart,
+    checked_target,
     equal_parts,
     flat_source,
     flat_target,
+    packed_segment,
     shapes,
+    source_segment,
     split,
+    target_segment,
 )
 from torch_nixl.collectives.operation import Steps
 from torch_nixl.collectives.port import Port
 from torch_nixl.collectives.protocol import sign
 from torch_nixl.collectives.reduction import ReduceOp, reduction
 from torch_nixl.collectives.running import loaded, run
+from torch_nixl.collectives.segments import Segment, tensor_of
 from torch_nixl.collectives.work import CollectiveWork
 from torch_nixl.p2p.default import find
 from torch_nixl.p2p.protocol import check_rank
@@ -93,13 +98,13 @@ def scatter_tensor(
     """
     communicator = find(group)
     src = check_rank(src, communicator.world_size, "src")
-    parts: list[torch.Tensor] = []
+    flat = flat_target(out)
+    parts: list[Segment] = []
     if communicator.rank == src:
         check_alike(communicator, inputs, "inputs", like=out)
-        parts = [flat_source(one, "inputs").data for one in inputs or ()]
+        parts = [source_segment(one, out, "inputs") for one in inputs or ()]
     elif inputs:
         raise ValueError(f"inputs: expected on rank {src} only")
-    flat = flat_target(out)
     check_apart([flat.data], parts, same=(0, src) if parts else None)
     signature = sign("scatter", f"{shapes([out])}, src={src}")
 
@@ -107,7 +112,8 @@ def scatter_tensor(
         yield from algorithms.scatter(port, flat.data, parts, src)
         flat.finish()
 
-    return run(communicator, signature, steps, [flat.data, *parts], [out], async_op, timeout)
+    moved = [flat.data, *map(tensor_of, parts)]
+    return run(communicator, signature, steps, moved, [out], async_op, timeout)
 
 
 def gather_tensor(
@@ -264,11 +270,13 @@ def reduce_tensor(
     how = reduction(op, tensor.dtype)
     gets = communicator.rank == dst
     flat = flat_target(tensor) if gets else flat_source(tensor)
+    # What was copied is nobody's else, and may be overwritten.
+    changes = gets or flat.data.data_ptr() != tensor.data_ptr()
     signature = sign("reduce", f"{shapes([tensor])}, op={how}, dst={dst}")
 
     def steps(port: Port) -> Steps:
-        out = flat.data if gets else None
-        yield from loaded([flat], algorithms.reduce(port, out, flat.data, dst, how))
+        out = flat.data if changes else None
+        yield from loaded([flat], reducing.reduce(port, out, flat.data, dst, how))
         if gets:
             flat.finish()
 
@@ -297,22 +305,27 @@ def all_reduce_tensor(
     communicator = find(group)
     tensors = [tensor] if isinstance(tensor, torch.Tensor) else list(tensor)
     hows = [reduction(op, one.dtype) for one in tensors]
-    flats = [flat_target(one, "tensor") for one in tensors]
+    flats, parts = [], list[Segment]()
+    for one in tensors:
+        if len(tensors) > 1 and choice.reduces_at_once(one.nbytes, communicator.world_size):
+            parts.append(packed_segment(one))
+        else:
+            flats.append(flat_target(one, "tensor"))
+            parts.append(flats[-1].data)
     operation = hows[0] if hows else op
     signature = sign("all_reduce", f"{shapes(tensors)}, op={operation}")
 
     def steps(port: Port) -> Steps:
-        if len(flats) == 1:
-            running = algorithms.all_reduce(port, flats[0].data, hows[0])
+        if len(flats) == len(parts) == 1:
+            running = reducing.all_reduce(port, flats[0].data, hows[0])
         else:
-            running = algorithms.all_reduce_coalesced(port, [one.data for one in flats], hows)
+            running = reducing.all_reduce_coalesced(port, parts, hows)
         yield from loaded(flats, running)
         for one in flats:
             one.finish()
 
-    return run(
-        communicator, signature, steps, [one.data for one in flats], tensors, async_op, timeout
-    )
+    moved = [tensor_of(one) for one in parts]
+    return run(communicator, signature, steps, moved, tensors, async_op, timeout)
 
 
 def reduce_scatter_tensor(
@@ -338,21 +351,25 @@ def reduce_scatter_tensor(
     communicator = find(group)
     rank = communicator.rank
     how = reduction(op, out.dtype)
-    flat = flat_target(out)
+    target = checked_target(out)
     if isinstance(tensor, torch.Tensor):
-        parts = equal_parts(communicator, flat_source(tensor).data, out, "tensor")
+        parts = equal_parts(communicator, source_segment(tensor, out), out, "tensor")
         signature = sign("reduce_scatter", f"{shapes([out])}, op={how}")
+        inputs = [tensor]
     else:
         check_alike(communicator, tensor, "tensor", like=out, uneven=True)
-        parts = [flat_source(one).data for one in tensor]
+        parts = [source_segment(one, out) for one in tensor]
         signature = sign("reduce_scatter", f"{shapes(tensor)}, op={how}")
-    check_apart([flat.data], parts, same=(0, rank))
+        inputs = list(tensor)
+    segment, flat = target_segment(target, inputs)
+    check_apart([segment], parts, same=(0, rank))
 
     def steps(port: Port) -> Steps:
-        yield from algorithms.reduce_scatter(port, flat.data, parts, how)
-        flat.finish()
+        yield from reducing.reduce_scatter(port, segment, parts, how)
+        if flat is not None:
+            flat.finish()
 
-    moved = [flat.data, *parts]
+    moved = [tensor_of(one) for one in (segment, *parts)]
     return run(communicator, signature, steps, moved, [out], async_op, timeout)
 
 

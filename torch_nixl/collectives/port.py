@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from torch_nixl.collectives import choice
 from torch_nixl.collectives.protocol import tag_of
 from torch_nixl.collectives.reduction import Reduction, load_kernels
+from torch_nixl.collectives.segments import Range, Segment, tensor_of
 from torch_nixl.engine.streams import device_of
 from torch_nixl.p2p.receiving import ReceiveOperation
 from torch_nixl.p2p.sending import SendOperation
@@ -61,6 +63,18 @@ class Port:
             self._operation.hold_memory([made])
         return made
 
+    def stage(self, chunk: Range) -> torch.Tensor:
+        """Make room for messages that are copied from a range with gaps."""
+        self.load_copies(chunk)
+        return self.room(chunk.tensor, chunk.numel())
+
+    def load_copies(self, segment: Segment) -> None:
+        """Load what copies to and from a segment with gaps on a device. Changes no value."""
+        device = device_of(tensor_of(segment))
+        if device is not None and isinstance(segment, Range):
+            for block in segment.blocks():
+                device.buffer(block, device.current())
+
     def total(self, how: Reduction, mine: torch.Tensor, out: torch.Tensor) -> torch.Tensor | None:
         """Make what `how.combine` needs besides, and load what it runs.
 
@@ -71,7 +85,8 @@ class Port:
         """
         place = self.rank if out.data_ptr() == mine.data_ptr() else None
         dtype = how.total_dtype(self.world_size, place)
-        total = None if dtype is None else self.scratch(mine, dtype=dtype)
+        count = choice.total_numel(mine.numel())
+        total = None if dtype is None else self.scratch(mine, count, dtype)
         device = device_of(mine)
         if device is not None:
             load_kernels(device, how, min(self.world_size, 3))

@@ -97,8 +97,16 @@ class Reduction:
         Args:
             values: ``[n]`` each, one from each rank.
             out: ``[n]``. May be one of the values, no part of it another's.
-            room: ``[n]`` or longer, of `total_dtype`.
+            room: Of `total_dtype`, any length: so many elements are reduced at a time.
         """
+        step = out.numel() if room is None else room.numel()
+        for start in range(0, out.numel(), step or 1):
+            part = slice(start, start + step)
+            self._combine([value[part] for value in values], out[part], room)
+
+    def _combine(
+        self, values: Sequence[torch.Tensor], out: torch.Tensor, room: torch.Tensor | None
+    ) -> None:
         if room is not None:
             room = room[: out.numel()]
         signed = _AS_SIGNED.get(self.dtype)
