@@ -16,7 +16,7 @@ from kv.worlds import LAYERS, PAGE, Decode, Prefill, nothing_held, tensors, unti
 from torch_nixl.engine.connection import Connection
 from torch_nixl.errors import PeerLostError, TransferError, TransferTimeout
 from torch_nixl.kv.fetch import Fetch
-from torch_nixl.kv.server import Offer
+from torch_nixl.kv.offer import Offer
 from torch_nixl.testing import Rank
 
 NUM_PAGES = 48

@@ -11,6 +11,7 @@ import torch
 from torch_nixl.engine import wire
 from torch_nixl.engine.arrays import as_memory
 from torch_nixl.engine.memory import require_in_place, require_writable
+from torch_nixl.engine.streams import StreamOrder, device_of_memory
 from torch_nixl.errors import MetadataError
 from torch_nixl.kv.cache import KVCache
 from torch_nixl.kv.layout import Layout
@@ -35,7 +36,8 @@ class RegisteredPool:
         pool: What other sides are told.
         packed: The same as bytes.
         num_users: Services and requests that need it registered.
-        held: The registrations.
+        held: The registrations, for each group and region.
+        devices: Those whose streams use the memory; none for host memory.
     """
 
     def __init__(self, connection: Connection, cache: KVCache) -> None:
@@ -77,6 +79,26 @@ class RegisteredPool:
                 connection.registry.release(one)
             raise
         self.held = tuple(held)
+        found = [device_of_memory(one.memory) for one in held]
+        self.devices = tuple(dict.fromkeys(one for one in found if one is not None))
+
+    def order(self, stream: object) -> StreamOrder | None:
+        """Note what is queued for the pages by now; None for host memory.
+
+        To be called without the hub's lock: it may wait for the device.
+
+        Args:
+            stream: None for each device's current one.
+
+        Raises:
+            ValueError: `stream` is none of the pool's devices.
+            TransferError: The stream is being captured into a graph.
+        """
+        if self.devices:
+            return StreamOrder(self.devices, stream)
+        if stream is not None:
+            raise ValueError("stream=: the cache lies in host memory, which no stream uses")
+        return None
 
     def enter(self) -> None:
         """Count one more user."""

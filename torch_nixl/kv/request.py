@@ -88,7 +88,11 @@ class Request:
         raise NotImplementedError
 
     def wait(self, timeout: float | None = None) -> None:
-        """Block until it has ended.
+        """Block until it has ended. As `synchronize`."""
+        self.synchronize(timeout)
+
+    def synchronize(self, timeout: float | None = None) -> None:
+        """Block the host until it has ended, whatever memory the pages lie in.
 
         Args:
             timeout: Seconds; the request itself ends with `TransferTimeout` when they have

@@ -272,6 +272,7 @@ class Link(Operation):
     def on_fork(self, error: BaseException) -> None:
         # Another thread may have held it at the fork.
         self._service.hub.lock = threading.RLock()
+        self._service.hub.registering = threading.Lock()
         super().on_fork(error)
 
     def close(self) -> None:
