@@ -78,6 +78,7 @@ PURE = {
     "torch_nixl.kv.frames": frozenset({"numpy"}),
     "torch_nixl.kv.layout": frozenset({"numpy", "torch"}),
     "torch_nixl.kv.leases": frozenset({"numpy"}),
+    "torch_nixl.kv.overlap": frozenset({"numpy"}),
     "torch_nixl.kv.plan": frozenset({"numpy"}),
     "torch_nixl.kv.pools": frozenset({"numpy"}),
     "torch_nixl.kv.protocol": frozenset[str](),

@@ -87,7 +87,8 @@ class KVHub:
 
         Raises:
             RegistrationError: NIXL refused the memory.
-            ValueError: It can't be written to, or groups of it share memory in a wrong way.
+            ValueError: It can't be written to, or shares memory in a wrong way: its groups, or
+                with another cache.
             ClosedError: The connection is closed.
         """
         connection = self._connection()
@@ -98,7 +99,8 @@ class KVHub:
                 if pool is not None:
                     pool.enter()
                     return pool
-            pool = RegisteredPool(connection, cache)
+                others = list(self._pools.values())
+            pool = RegisteredPool(connection, cache, others)
             with self.lock:
                 pool.enter()
                 self._pools[id(cache)] = pool
