@@ -10,7 +10,18 @@ import pytest
 import torch
 
 from kv.conftest import Open
-from kv.worlds import HEADS, LAYERS, PAGE, Decode, Prefill, arrived, nothing_held, over, until
+from kv.worlds import (
+    DIM,
+    HEADS,
+    LAYERS,
+    PAGE,
+    Decode,
+    Prefill,
+    arrived,
+    nothing_held,
+    over,
+    until,
+)
 from torch_nixl.errors import (
     ClosedError,
     IncompatibleError,
@@ -30,7 +41,7 @@ from torch_nixl.kv.cache import KVCache
 from torch_nixl.kv.client import KVCacheClient
 from torch_nixl.kv.protocol import Mode, Outcome
 from torch_nixl.kv.server import KVCacheServer
-from torch_nixl.kv.ticket import Ticket
+from torch_nixl.kv.ticket import Ticket, describe
 from torch_nixl.testing import LoopbackFabric
 
 MODES = ("pull", "push")
@@ -407,20 +418,49 @@ def test_aborted_connection_ends_everything(connect: Open, side: str) -> None:
 # Bad input.
 
 
-def test_incompatible_caches_are_refused_by_name(connect: Open) -> None:
+def incompatible() -> list[tuple[KVCache, str, str]]:
+    """Caches that `Prefill`'s can't be converted to, and what differs: theirs, ours."""
+    other = [torch.zeros(2, 8, PAGE, HEADS, 16) for _ in range(LAYERS)]
+    halves = [torch.zeros(2, 8, PAGE, HEADS, DIM, dtype=torch.bfloat16) for _ in range(LAYERS)]
+    uneven = [torch.zeros(2, 8, 24, HEADS, DIM) for _ in range(LAYERS)]
+    return [
+        (KVCache(other, model="m"), "head_dim is 8 here and 16 there", "head_dim is 16 here"),
+        (KVCache(other, model="n"), "model is 'm' here and 'n' there", "model is 'n' here"),
+        (KVCache(halves, model="m"), "dtype is", "dtype is torch.bfloat16 here"),
+        (KVCache(halves[:2], model="m"), "num_layers is 4 here and 2", "num_layers is 2 here"),
+        (KVCache(uneven, model="m"), "page_size is 16 here and 24", "page_size is 24 here and 16"),
+    ]
+
+
+def test_incompatible_caches_are_refused_by_name_before_contact(
+    connect: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
     prefill = Prefill(connect("p"))
     offer = prefill.server.offer("one", [3], 16)
     connection = connect("d")
-    other = [torch.zeros(2, 8, PAGE, HEADS, 16) for _ in range(LAYERS)]
-    for cache, difference in (
-        (KVCache(other, model="m"), "head_dim is 8 here and 16 there"),
-        (KVCache(other, model="n"), "model is 'm' here and 'n' there"),
-        (KVCache([one.bfloat16() for one in prefill.tensors], model="m"), "dtype is"),
-        (KVCache(prefill.tensors[:2], model="m"), "num_layers is 4 here and 2 there"),
-    ):
+    monkeypatch.setattr(connection, "contact", lambda *_: pytest.fail("it was contacted"))
+    for cache, _, difference in incompatible():
         client = KVCacheClient(connection, cache)
         for mode in MODES:
-            fetch = getattr(client, mode)(offer.ticket, [4])
+            with pytest.raises(IncompatibleError, match=f"p: {difference}"):
+                getattr(client, mode)(offer.ticket, [4])
+        assert nothing_held(client.statistics())
+    assert not offer.done
+    Decode(connect("e")).client.pull(offer.ticket, [4]).wait(10)
+
+
+@pytest.mark.parametrize("lies", [False, True])
+def test_incompatible_caches_are_refused_by_name_when_they_meet(connect: Open, lies: bool) -> None:
+    """The ticket doesn't say, or says the wrong thing."""
+    prefill = Prefill(connect("p"))
+    offer = prefill.server.offer("one", [3], 16)
+    connection = connect("d")
+    for cache, difference, _ in incompatible():
+        client = KVCacheClient(connection, cache)
+        record = describe(cache.compatibility) if lies else None
+        ticket = forged(offer.ticket, compatibility=record)
+        for mode in MODES:
+            fetch = getattr(client, mode)(ticket, [4])
             with pytest.raises(IncompatibleError, match=difference):
                 fetch.wait(10)
             assert fetch.wait_released(10)

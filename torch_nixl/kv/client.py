@@ -101,6 +101,7 @@ class KVCacheClient(Service):
             ValueError: A page does not exist, is in use, or the pages don't hold these positions;
                 a ticket is missing; or `stream` is none of the pool's devices.
             MetadataError: A ticket is malformed, or was altered.
+            IncompatibleError: The caches can't be converted into each other, as the tickets say.
             PeerLostError: A server can't be reached.
             TransferError: Too many servers are known; or the stream is being captured into a graph.
             ClosedError: The client is closed.
@@ -237,6 +238,10 @@ class KVCacheClient(Service):
             other = by_rank.setdefault(one.tp_rank, one)
             if not one.is_same(other):
                 raise ValueError(f"two different tickets of rank {one.tp_rank}")
+        for one in by_rank.values():
+            why = one.difference(self.cache.compatibility)
+            if why:
+                raise IncompatibleError(f"{one.server}: {why}")
         size = sizes.pop()
         try:
             wanted = self.cache.compatibility.shares(size)

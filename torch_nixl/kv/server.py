@@ -22,7 +22,7 @@ from torch_nixl.kv.offer import Offer
 from torch_nixl.kv.protocol import Event, Mode, Outcome, outcome_of
 from torch_nixl.kv.request import lease_milliseconds
 from torch_nixl.kv.service import DEFAULT_TIMEOUT, Service
-from torch_nixl.kv.ticket import MAX_REQUEST, Ticket
+from torch_nixl.kv.ticket import MAX_REQUEST, Ticket, describe
 
 if TYPE_CHECKING:
     from torch_nixl.engine.remotes import Remote
@@ -70,6 +70,7 @@ class KVCacheServer(Service):
         self._lapse_after = 0.0
         self._offers: dict[LeaseId, Offer] = {}
         self._blob = Ticket.encode(self.connection.metadata()[0])
+        self._description = describe(cache.compatibility)
         self.number = self.hub.add_server(self)
 
     def offer(
@@ -146,7 +147,7 @@ class KVCacheServer(Service):
             tp_rank=compatibility.tp_rank,
             tp_size=compatibility.tp_size,
             lease_ms=milliseconds,
-            compatibility=compatibility.digest,
+            compatibility=self._description,
             metadata=self._blob,
         )
         return ticket.pack(key=self.connection.metadata_key)
