@@ -74,6 +74,7 @@ PURE = {
     "torch_nixl.engine.ucx": frozenset({"numpy"}),
     "torch_nixl.engine.wire": frozenset[str](),
     "torch_nixl.engine.memory": frozenset({"numpy", "torch"}),
+    "torch_nixl.kv.callbacks": frozenset[str](),
     "torch_nixl.kv.compatibility": frozenset[str](),
     "torch_nixl.kv.frames": frozenset({"numpy"}),
     "torch_nixl.kv.layout": frozenset({"numpy", "torch"}),

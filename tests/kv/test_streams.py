@@ -438,6 +438,32 @@ def test_what_pages_are_filled_with(
 
 
 @BOTH
+def test_interpreter_that_takes_no_new_threads(
+    connect: Open, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Python 3.12 and later at exit: everything ends, by the threads that there are."""
+    device = FakeDevice()
+    prefill, decode = Prefill(connect("p")), Decode(connect("d"), device=device)
+    offer = prefill.server.offer("one", [3], 16, ready=False)
+    fetch = decode.fetch(mode, offer.ticket, [4])
+    until(lambda: prefill.server.statistics().asked == 1)
+    fetch.wait()
+    seen = queued(device.default_stream, decode.tensors, [4])
+    device._side.synchronize()  # Its thread is there; the device's own is not.
+    called = threading.Event()
+    fetch.add_done_callback(called.set)
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    fetch.cancel()
+    assert fetch.wait_released(10) and called.wait(10)
+    device.default_stream.synchronize()
+    assert all(bool(one.isnan().all()) for one in seen)
+
+
+@BOTH
 def test_pages_that_may_still_be_written_block_a_stream_for_a_bounded_time(
     fabric: LoopbackFabric,
     connect: Open,

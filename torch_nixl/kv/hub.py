@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 from torch_nixl.connect.connection import Connection as ConnectConnection
 from torch_nixl.engine.connection import Connection
 from torch_nixl.kv import frames
+from torch_nixl.kv.callbacks import Callbacks
 from torch_nixl.kv.frames import Head
 from torch_nixl.kv.leases import LeaseId
 from torch_nixl.kv.protocol import Event, Outcome, Role
@@ -45,6 +46,7 @@ class KVHub:
     Attributes:
         lock: See [Note: kv locks].
         registering: Held while a cache is registered, which may wait for its device.
+        callbacks: Programs', of requests that have ended.
         numbers: Names of decode's requests in this process.
         asked: Decode's handoffs, by number.
         taken: Prefill's handoffs, by the peer's name and its number.
@@ -56,6 +58,7 @@ class KVHub:
         self._connection = weakref.ref(connection)
         self.lock = threading.RLock()
         self.registering = threading.Lock()
+        self.callbacks = Callbacks()
         self.numbers = itertools.count(1)
         self.asked: dict[int, Handoff] = {}
         self.taken: dict[tuple[str, int], Handoff] = {}

@@ -124,9 +124,10 @@ class Request:
         return self._released
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
-        """Call `callback` once it has ended, from a thread of the package, outside of all locks.
+        """Call `callback` once it has ended, outside of all locks; at once if it has.
 
-        It is called at once if it has ended already.
+        It is called by a thread that does nothing else, one callback of a connection after the
+        other: a slow one holds up no bytes and no request, only callbacks.
         """
         with self._service.hub.lock:
             if not self._done:
@@ -170,7 +171,8 @@ class Request:
         self._error = error
         self._done = True
         callbacks, self._callbacks = self._callbacks, []
-        self._connection.progress.call_later(callbacks)
+        if not self._service.hub.callbacks.add(callbacks):
+            self._connection.progress.call_later(callbacks)
         return True
 
     def _free(self) -> None:
