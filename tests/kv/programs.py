@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import random
@@ -215,6 +216,23 @@ def killed(rank: Rank) -> str:
     _third(peer, 2, "after")
     peer.meet("end", 1)
     return "alive"
+
+
+def left(rank: Rank) -> None:
+    """Rank 1's program ends with four requests half through, and closes nothing."""
+    peer = Peer(rank)
+    requests = _in_the_middle(peer, 1 - rank.rank, 60.0)
+    peer.meet("half", 2)
+    if rank.rank == 1:
+        atexit._run_exitfuncs()
+        os._exit(0)
+    names = _errors(requests, 20.0)
+    # Not with its farewell, after the time that open requests are given to end.
+    assert names == ["TransferCancelled"] * 4, names
+    for request in requests:
+        assert request.wait_released(10), request
+    until(peer.idle)
+    peer.close()
 
 
 def stopped(rank: Rank) -> list[str]:

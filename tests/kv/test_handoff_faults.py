@@ -390,6 +390,45 @@ def test_close_waits_for_what_moves(connect: Open) -> None:
     assert not closer.is_alive() and offer.error is None
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("side", ["p", "d"])
+def test_closing_connection_gives_up_what_waits_for_layers_at_once(
+    connect: Open, mode: str, side: str
+) -> None:
+    """As at a process's exit: peers hear of it now, not when the time to close in is up."""
+    prefill, decode = Prefill(connect("p")), Decode(connect("d"))
+    offer = prefill.server.offer("one", [3], 16, ready=False)
+    lonely = prefill.server.offer("two", [1], 16)
+    fetch = decode.fetch(mode, offer.ticket, [4])
+    offer.layer_ready(0)
+    fetch.wait_layer(0, 10)
+    ours, peer = (offer, fetch) if side == "p" else (fetch, offer)
+    closing = (prefill if side == "p" else decode).connection
+    closer = threading.Thread(target=closing.close, args=(60.0,))
+    closer.start()
+    who = "prefill is closing" if side == "p" else "decode is closing"
+    for request in (ours, peer):
+        with pytest.raises(TransferCancelled, match=who):
+            request.wait(10)
+        assert request.wait_released(10) or request is ours
+    closer.join(10)
+    assert not closer.is_alive()
+    assert lonely.done is (side == "p")
+
+
+def test_closing_connection_lets_end_what_moves(fabric: LoopbackFabric, connect: Open) -> None:
+    prefill, decode = Prefill(connect("p")), Decode(connect("d"))
+    decode.client.pull(prefill.server.offer("warm", [9], 16).ticket, [9]).wait(10)
+    fabric.delay(64)
+    offer = prefill.server.offer("one", [3], 16)
+    fetch = decode.client.pull(offer.ticket, [4])
+    until(lambda: any(one.in_flight for one in decode.connection.operations.transfers))
+    prefill.connection.close(20)
+    fetch.wait(10)
+    assert arrived(prefill.tensors, [3], decode.tensors, [4], 0, 16)
+    assert offer.error is None
+
+
 @pytest.mark.parametrize("side", ["p", "d"])
 def test_aborted_connection_ends_everything(connect: Open, side: str) -> None:
     prefill, decode = Prefill(connect("p")), Decode(connect("d"))

@@ -36,6 +36,13 @@ def test_killed_peer_costs_only_its_own_requests() -> None:
     assert "SIGKILL" in failed.value.failures[1]
 
 
+def test_peer_whose_program_ends_says_so_at_once() -> None:
+    with pytest.raises(RanksFailed) as failed:
+        run_ranks(programs.left, 2, timeout=60)
+    assert failed.value.failures.keys() == {1}, failed.value
+    assert "exited with code 0" in failed.value.failures[1]
+
+
 def test_stopped_peer_ends_requests_in_time_and_keeps_pages(rank_pool: RankPool) -> None:
     names, _ = rank_pool.run(programs.stopped, world_size=2, timeout=60)
     assert names == ["TransferCancelled", "TransferCancelled", "TransferTimeout", "TransferTimeout"]

@@ -11,7 +11,7 @@ from torch_nixl.errors import TransferTimeout
 from torch_nixl.kv.filling import fill
 from torch_nixl.kv.moving import order_of
 from torch_nixl.kv.plan import Run
-from torch_nixl.kv.protocol import Mode
+from torch_nixl.kv.protocol import Mode, Outcome, Phase
 from torch_nixl.kv.request import PageLists, Request
 from torch_nixl.p2p.ordered import LINGER_SECONDS
 
@@ -132,6 +132,12 @@ class Fetch(Request):
             for other in list(self.handoffs):
                 if not other.done:
                     other.cancel(text=f"another part failed: {error}")
+
+    def give_up(self) -> None:
+        for one in list(self.handoffs):
+            taken = one.sent and one.side.phase in (Phase.MOVING, Phase.EXPOSED)
+            if taken and one.num_ready < one.num_layers:
+                one.cancel(Outcome.CLOSED, "decode is closing")
 
     def on_release(self, handoff: Handoff) -> None:
         if self._settling or not all(one.side.released for one in self.handoffs):

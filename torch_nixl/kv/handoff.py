@@ -175,9 +175,15 @@ class Handoff(Operation):
             MetadataError: As `on`.
         """
         now = time.monotonic()
-        wanted = not self.side.ended
-        asked = self.side.phase is Phase.ASKED
-        why = self._plan(min(num_ready, self.num_layers), runs) if asked else ""
+        phase, why = self.side.phase, ""
+        wanted = phase in (Phase.ASKED, Phase.EXPOSED)
+        if wanted:
+            self.num_ready = max(self.num_ready, min(num_ready, self.num_layers))
+        if phase is Phase.ASKED:
+            try:
+                self._moves = self._plan(runs)
+            except ValueError as error:
+                why = f"what prefill has granted does not fit: {error}"
         self.on(Event.GRANT)
         if wanted:
             self.service.figures.took("grant", now - self._asked_at)
@@ -185,24 +191,19 @@ class Handoff(Operation):
         if why:
             self.on(Event.FAIL, Outcome.OUT_OF_RANGE, why)
 
-    def _plan(self, num_ready: int, runs: tuple[Run, ...]) -> str:
-        """Plan to read the peer's pages; return why that can't be."""
-        self.num_ready = num_ready
+    def _plan(self, runs: tuple[Run, ...]) -> Moves:
+        """Plan to read the peer's pages."""
         registered = self.service.registered
-        try:
-            self._moves = Moves(
-                self.meeting.pool,
-                runs,
-                registered.pool,
-                registered.cache.cover(self.request.runs, self.start, self.stop),
-                start=self.start,
-                stop=self.stop,
-                heads=self.heads,
-                by_layer=self.num_ready < self.num_layers,
-            )
-        except ValueError as error:
-            return f"what prefill has granted does not fit: {error}"
-        return ""
+        return Moves(
+            self.meeting.pool,
+            runs,
+            registered.pool,
+            registered.cache.cover(self.request.runs, self.start, self.stop),
+            start=self.start,
+            stop=self.stop,
+            heads=self.heads,
+            by_layer=self.num_ready < self.num_layers,
+        )
 
     def on_taken(self, event: Event, moves: Moves | None) -> None:
         """Prefill: decode has come. Push: `moves` are to be made."""

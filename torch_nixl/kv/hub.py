@@ -176,9 +176,12 @@ class KVHub:
         return [*self._servers.values(), *self._clients.values()]
 
     def _tick(self, now: float) -> None:
+        connection = self._connection()
         with self.lock:
             for service in self.services:
                 service.on_tick(now)
+                if connection is not None and connection.closing:
+                    service.give_up()
             for heartbeat in list(self.heartbeats.values()):
                 heartbeat.on_tick(now)
 

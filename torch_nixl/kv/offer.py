@@ -26,6 +26,7 @@ class Offer(Request):
             request over any channel.
         lease: What the ticket names.
         num_ready: Layers that may be moved: computed, their kernels included.
+        num_told: Layers that the program has said to be computed.
         offered_at: `time.monotonic()` of the offer.
     """
 
@@ -45,7 +46,7 @@ class Offer(Request):
         self.lease = lease
         self.ticket = ticket
         self._layers = order_of(server.cache.compatibility)
-        self.num_ready = self._num_told = 0
+        self.num_ready = self.num_told = 0
         # How many layers are computed once what was queued at a call has run.
         self._points: deque[tuple[int, StreamOrder | None]] = deque()
         self.offered_at = time.monotonic()
@@ -66,13 +67,13 @@ class Offer(Request):
         """
         order = self._server.registered.order(stream)
         with self._server.hub.lock:
-            if self._num_told == len(self._layers):
+            if self.num_told == len(self._layers):
                 raise ValueError(f"layer {layer}: all layers are ready")
-            if layer != self._layers[self._num_told]:
+            if layer != self._layers[self.num_told]:
                 raise ValueError(
-                    f"layer {layer}: layer {self._layers[self._num_told]} is to be ready next"
+                    f"layer {layer}: layer {self._layers[self.num_told]} is to be ready next"
                 )
-            self.tell_ready(self._num_told + 1, order)
+            self.tell_ready(self.num_told + 1, order)
 
     def cancel(self) -> None:
         self.withdraw(Outcome.CANCELLED, "withdrawn by prefill")
@@ -88,7 +89,7 @@ class Offer(Request):
 
     def tell_ready(self, count: int, order: StreamOrder | None) -> None:
         """So many layers are computed once a point has passed."""
-        self._num_told = count
+        self.num_told = count
         self._points.append((count, order))
         if len(self._points) == 1:
             self._look_at_points()
@@ -103,6 +104,12 @@ class Offer(Request):
                 handoff.on_layer()
         if points and order is not None:
             self._connection.defer(order.passed, self._service.hub.locked(self._look_at_points))
+
+    def give_up(self) -> None:
+        if self.num_told < len(self._layers):
+            self.withdraw(Outcome.CLOSED, "prefill is closing")
+        else:
+            self.shut(Outcome.CLOSED, "prefill is closing")
 
     def shut(self, outcome: Outcome, text: str) -> None:
         """Give up the shares that no rank has come for."""

@@ -137,6 +137,10 @@ class Request:
 
     # Below: the hub's lock is held, but for waiting.
 
+    def give_up(self) -> None:
+        """End what can't end before prefill's program says that more layers are computed."""
+        raise NotImplementedError
+
     def _wait(self, condition: Callable[[], bool], deadline: float | None) -> bool:
         progress = self._connection.progress
         while not condition():

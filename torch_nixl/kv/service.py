@@ -154,6 +154,11 @@ class Service:
     def on_tick(self, now: float) -> None:
         """Look at what has a deadline."""
 
+    def give_up(self) -> None:
+        """The connection is closing: end what waits for a program, so that peers hear of it now."""
+        for request in list(self._requests):
+            request.give_up()
+
     def add(self, handoff: Handoff) -> None:
         """A handoff begins."""
         self._handoffs[handoff] = None
