@@ -90,9 +90,10 @@ def produce(stream: FakeStream, pool: Sequence[torch.Tensor], pages: list[int]) 
 
 def stepped(*sides: Prefill | Decode) -> None:
     """Give both sides the time to do what they should not."""
-    for _ in range(50):
+    for _ in range(200):
         for side in sides:
             side.connection.progress.step()
+            side.connection.rounds.advance()
 
 
 # Before.
@@ -562,6 +563,40 @@ def test_ranks_fill_their_heads_in_order(
     device.default_stream.synchronize()
     assert arrived(whole, [3, 1], seen, [0, 1], 0, 32)
     assert over(offers[0], fetch) and offers[1].wait_released(10)
+
+
+@BOTH
+def test_groups_on_two_devices(connect: Open, slow: threading.Event, mode: str) -> None:
+    """Each has a current stream of its own; both are waited for, wait, and are let go."""
+    one, two = FakeDevice("fake:0"), FakeDevice("fake:1")
+
+    def cache(*devices: FakeDevice) -> tuple[KVCache, list[torch.Tensor]]:
+        pool = [device.zeros(2, 8, PAGE, HEADS, DIM) for device in devices]
+        groups = [CacheGroup([part], layers=[index]) for index, part in enumerate(pool)]
+        return KVCache.of_groups(groups, model="m"), pool
+
+    ours, source = cache(one, two)
+    theirs, pool = cache(two, one)
+    server, client = KVCacheServer(connect("p"), ours), KVCacheClient(connect("d"), theirs)
+    two.default_stream.launch(lambda: wait_on(slow))
+    two.default_stream.launch(lambda: source[1].fill_(2))
+    offer = server.offer("one", [[3], [3]], 16)
+    fetch = getattr(client, mode)(offer.ticket, [[4], [4]])
+    fetch.wait()
+    seen: list[bool] = []
+    for device, part, value in ((two, pool[0], 0), (one, pool[1], 2)):
+        device.default_stream.launch(
+            lambda part=part, value=value: seen.append(bool((part[:, 4] == value).all()))  # type: ignore[misc]
+        )
+    slow.set()
+    for device in (one, two):
+        device.default_stream.synchronize()
+    assert seen == [True, True] and over(offer, fetch)
+    failed = getattr(client, mode)(server.offer("two", [[3], [3]], 16).ticket, [[4], [5]])
+    failed.cancel()
+    assert failed.wait_released(10)
+    assert bool(pool[0][:, 4].isnan().all()) and bool(pool[1][:, 5].isnan().all())
+    assert not pool[1][:, 4].isnan().any()
 
 
 def schedule(connect: Open, count: int, seed: int) -> None:

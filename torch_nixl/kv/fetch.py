@@ -104,7 +104,7 @@ class Fetch(Request):
         if not arrived:
             raise TransferTimeout(f"layer {layer} of {self.request!r} has not arrived yet")
         if self.num_layers_ready <= index:
-            self.wait()
+            self.synchronize()
 
     def cancel(self) -> None:
         for handoff in list(self.handoffs):
