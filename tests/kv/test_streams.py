@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from slow_streams import SECONDS, wait_on
 
 from kv import caches
 from kv.conftest import Open
@@ -49,7 +50,6 @@ from torch_nixl.testing import FakeDevice, FakeStream, LoopbackFabric
 
 MODES = ("pull", "push")
 BOTH = pytest.mark.parametrize("mode", MODES)
-SECONDS = 20.0
 
 
 @pytest.fixture
@@ -63,10 +63,6 @@ def slow() -> Iterator[threading.Event]:
     event = threading.Event()
     yield event
     event.set()
-
-
-def wait_on(event: threading.Event) -> None:
-    assert event.wait(SECONDS)
 
 
 def queued(

@@ -46,6 +46,6 @@ class Callbacks:
                 callback = self._queue.popleft()
             try:
                 callback()
-            except Exception:
+            except Exception:  # What waits behind it is not to blame.
                 log.exception("a completion callback raised")
             del callback  # Nothing that it holds lives on while the next one runs.
