@@ -27,8 +27,9 @@ from torch_nixl.engine.connection import Connection
 from torch_nixl.kv.cache import KVCache
 from torch_nixl.kv.client import KVCacheClient
 from torch_nixl.kv.layout import describe
+from torch_nixl.kv.offer import Offer
 from torch_nixl.kv.plan import Run, make_plan
-from torch_nixl.kv.server import KVCacheServer, Offer
+from torch_nixl.kv.server import KVCacheServer
 
 BUFFER = 512 << 20
 HUGE = 256 << 20

@@ -171,9 +171,9 @@ def test_c7_block_sizes_that_do_not_fit_are_refused_by_name(
         KVCacheServer(agents[0], KVCache([torch.zeros(2, 8, 16, 2, 4)], model="m")) as server,
         KVCacheClient(agents[1], KVCache([torch.zeros(2, 8, 24, 2, 4)], model="m")) as client,
     ):
-        fetch = client.pull(server.offer("a", [1], 16).ticket, [1])
-        with pytest.raises(IncompatibleError, match="page_size is 16 here and 24 there"):
-            fetch.wait(10)
+        ticket = server.offer("a", [1], 16).ticket
+        with pytest.raises(IncompatibleError, match="page_size is 24 here and 16 there"):
+            client.pull(ticket, [1])
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])

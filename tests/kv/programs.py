@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import json
 import os
 import random
 import signal
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
@@ -16,7 +19,7 @@ from kv.worlds import LAYERS, PAGE, Decode, Prefill, nothing_held, tensors, unti
 from torch_nixl.engine.connection import Connection
 from torch_nixl.errors import PeerLostError, TransferError, TransferTimeout
 from torch_nixl.kv.fetch import Fetch
-from torch_nixl.kv.server import Offer
+from torch_nixl.kv.offer import Offer
 from torch_nixl.testing import Rank
 
 NUM_PAGES = 48
@@ -138,7 +141,7 @@ def over_a_communicator(rank: Rank) -> int:
         return int(same)
 
 
-def _in_the_middle(peer: Peer, other: int, timeout: float) -> list[Offer | Fetch]:
+def _in_the_middle(peer: Peer, other: int) -> list[Offer | Fetch]:
     """Four requests with another rank, each half through: both roles, both modes."""
     mine: list[Offer | Fetch] = []
     offers = []
@@ -149,7 +152,7 @@ def _in_the_middle(peer: Peer, other: int, timeout: float) -> list[Offer | Fetch
     for index, mode in enumerate(MODES):
         name = f"{other}-{peer.rank}-{mode}"
         pages = [30 + 2 * index, 31 + 2 * index]
-        fetches.append(peer.fetch(mode, name, pages, timeout=timeout))
+        fetches.append(peer.fetch(mode, name, pages, timeout=60.0))
     for layer in range(2):
         for offer in offers:
             offer.layer_ready(layer)
@@ -189,7 +192,7 @@ def killed(rank: Rank) -> str:
         return "alive"
     if rank.rank == 0:
         _third(peer, 2, "before")
-    requests = _in_the_middle(peer, 1 - rank.rank, 60.0)
+    requests = _in_the_middle(peer, 1 - rank.rank)
     if rank.rank == 1:
         waiting = peer.prefill.server.offer("never", [5], 16)
         peer.store.set("ticket/never", waiting.ticket)
@@ -217,10 +220,34 @@ def killed(rank: Rank) -> str:
     return "alive"
 
 
+def left(rank: Rank) -> None:
+    """Rank 1's program ends with four requests half through, and closes nothing."""
+    peer = Peer(rank)
+    requests = _in_the_middle(peer, 1 - rank.rank)
+    peer.meet("half", 2)
+    if rank.rank == 1:
+        atexit._run_exitfuncs()
+        os._exit(0)
+    names = _errors(requests, 20.0)
+    # Not with its farewell, after the time that open requests are given to end.
+    assert names == ["TransferCancelled"] * 4, names
+    for request in requests:
+        assert request.wait_released(10), request
+    until(peer.idle)
+    peer.close()
+
+
+def _stands_still(pid: int) -> bool:
+    """Whether SIGSTOP has taken effect: one thread has to be scheduled first to stop the others."""
+    threads = Path(f"/proc/{pid}/task").iterdir()
+    states = [(one / "stat").read_text().rpartition(")")[2].split()[0] for one in threads]
+    return set(states) == {"T"}
+
+
 def stopped(rank: Rank) -> list[str]:
     """Rank 1 stands still with four requests half through; later it goes on."""
     peer = Peer(rank)
-    requests = _in_the_middle(peer, 1 - rank.rank, 2.5 if rank.rank == 0 else 60.0)
+    requests = _in_the_middle(peer, 1 - rank.rank)
     if rank.rank == 1:
         peer.store.set("pid", str(os.getpid()))
         peer.hear("awake", 0)
@@ -234,8 +261,12 @@ def stopped(rank: Rank) -> list[str]:
     pid = int(peer.store.get("pid"))
     os.kill(pid, signal.SIGSTOP)
     try:
+        until(lambda: _stands_still(pid))
         for request in requests[:2]:
             request.cancel()
+        for request in requests[2:]:  # Not before: on a busy machine the half may take as long.
+            with contextlib.suppress(TransferTimeout):
+                request.wait(1.0)
         names = _errors(requests, 15.0)
         # Who was read by prefill's peer, or is written to, is held: nobody can vouch for a stopped
         # process. The other two moved the bytes themselves.

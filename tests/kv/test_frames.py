@@ -23,7 +23,7 @@ from torch_nixl.kv.leases import LeaseId
 from torch_nixl.kv.plan import Run
 from torch_nixl.kv.pools import Pool
 from torch_nixl.kv.protocol import Mode, Outcome
-from torch_nixl.kv.ticket import MAX_TICKET, Ticket
+from torch_nixl.kv.ticket import MAX_TICKET, Ticket, describe
 
 U32, U64 = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
 POSITION = st.integers(0, frames.MAX_POSITION - 1)
@@ -217,9 +217,13 @@ def test_first_difference_of_two_caches_is_named() -> None:
     swapped = dataclasses.replace(one, layers=((0, 1), (2, 3)))
     assert one.difference(swapped) == "layers are 0, 2 here and 0, 1 there (group 0)"
     for changed in (newer, other, fewer, swapped):
-        assert changed.digest != one.digest
+        # Whoever holds a ticket of the one finds the same as whoever meets it.
+        ticket = TICKET.model_copy(update={"compatibility": describe(changed)})
+        read = Ticket.unpack(ticket.pack(key=None), key=None)
+        assert read.difference(one) == one.difference(changed) != ""
     small = dataclasses.replace(GEOMETRY, page_size=2, tp_size=2)
-    assert dataclasses.replace(one, geometries=(small, small)).digest == one.digest
+    fits = dataclasses.replace(one, geometries=(small, small))
+    assert TICKET.model_copy(update={"compatibility": describe(fits)}).difference(one) == ""
 
 
 @pytest.mark.parametrize(
@@ -251,7 +255,7 @@ TICKET = Ticket(
     request="chatcmpl-1 é",
     num_tokens=1500,
     lease_ms=30_000,
-    compatibility="0123456789abcdef",
+    compatibility=("0.1.0", "m", ((2, 2, 1, 4, "bfloat16", 16, "", None),)),
     metadata=Ticket.encode(bytes(range(200)) * 2),
 )
 
@@ -293,8 +297,11 @@ def test_ticket_of_another_secret_is_refused() -> None:
         ("slot", 2**32),
         ("generation", 0),
         ("num_tokens", 2**40),
-        ("compatibility", "0123456789ABCDEF"),
-        ("compatibility", "0123456789abcdef\n"),
+        ("compatibility", None),
+        ("compatibility", "0123456789abcdef"),
+        ("compatibility", ["0.1.0", "m", []]),
+        ("compatibility", ["0.1.0", "m", [[2, 2, 1, 4, "bfloat16", 16, "", [-1]]]]),
+        ("compatibility", ["0.1.0", "x" * 256, [[2, 2, 1, 4, "bfloat16", 16, "", None]]]),
         ("request", "x" * 257),
         ("seal", "AAAA"),
         ("seal", "*"),
@@ -347,3 +354,27 @@ def test_ticket_that_would_be_too_long_is_not_made() -> None:
     long = TICKET.model_copy(update={"metadata": "b64:" + "A" * 1900})
     with pytest.raises(ValueError, match="bytes"):
         long.pack(key=None)
+
+
+def test_ticket_leaves_out_what_makes_it_too_long() -> None:
+    groups = ((200, 2, 1, 4, "bfloat16", 16, "", tuple(range(1, 400, 2))),) * 2
+    long = TICKET.model_copy(update={"compatibility": ("0.1.0", "m", groups)})
+    read = Ticket.unpack(long.pack(key=None), key=None)
+    assert read == TICKET.model_copy(update={"compatibility": None, "seal": read.seal})
+    assert read.difference(Compatibility("n", (GEOMETRY,), ((0, 1),))) == ""
+
+
+@pytest.mark.parametrize(
+    "group",
+    [
+        (0, 2, 1, 4, "bfloat16", 16, "", None),
+        (2, 7, 1, 4, "bfloat16", 16, "", None),
+        (2, 2, 1, 4, "float1024", 16, "", None),
+        (2, 2, 1, 4, "bfloat16", 16, "", (3, 2)),
+        (1 << 31, 2, 1, 4, "bfloat16", 16, "", None),
+    ],
+)
+def test_record_that_makes_no_sense_is_left_to_the_handshake(group: tuple[object, ...]) -> None:
+    ticket = TICKET.model_copy(update={"compatibility": ("0.1.0", "m", (group,))})
+    read = Ticket.unpack(ticket.pack(key=None), key=None)
+    assert read.difference(Compatibility("m", (GEOMETRY,), ((0, 1),))) == ""

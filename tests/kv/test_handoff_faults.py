@@ -10,7 +10,18 @@ import pytest
 import torch
 
 from kv.conftest import Open
-from kv.worlds import HEADS, LAYERS, PAGE, Decode, Prefill, arrived, nothing_held, over, until
+from kv.worlds import (
+    DIM,
+    HEADS,
+    LAYERS,
+    PAGE,
+    Decode,
+    Prefill,
+    arrived,
+    nothing_held,
+    over,
+    until,
+)
 from torch_nixl.errors import (
     ClosedError,
     IncompatibleError,
@@ -30,7 +41,7 @@ from torch_nixl.kv.cache import KVCache
 from torch_nixl.kv.client import KVCacheClient
 from torch_nixl.kv.protocol import Mode, Outcome
 from torch_nixl.kv.server import KVCacheServer
-from torch_nixl.kv.ticket import Ticket
+from torch_nixl.kv.ticket import Ticket, describe
 from torch_nixl.testing import LoopbackFabric
 
 MODES = ("pull", "push")
@@ -379,6 +390,45 @@ def test_close_waits_for_what_moves(connect: Open) -> None:
     assert not closer.is_alive() and offer.error is None
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("side", ["p", "d"])
+def test_closing_connection_gives_up_what_waits_for_layers_at_once(
+    connect: Open, mode: str, side: str
+) -> None:
+    """As at a process's exit: peers hear of it now, not when the time to close in is up."""
+    prefill, decode = Prefill(connect("p")), Decode(connect("d"))
+    offer = prefill.server.offer("one", [3], 16, ready=False)
+    lonely = prefill.server.offer("two", [1], 16)
+    fetch = decode.fetch(mode, offer.ticket, [4])
+    offer.layer_ready(0)
+    fetch.wait_layer(0, 10)
+    ours, peer = (offer, fetch) if side == "p" else (fetch, offer)
+    closing = (prefill if side == "p" else decode).connection
+    closer = threading.Thread(target=closing.close, args=(60.0,))
+    closer.start()
+    who = "prefill is closing" if side == "p" else "decode is closing"
+    for request in (ours, peer):
+        with pytest.raises(TransferCancelled, match=who):
+            request.wait(10)
+        assert request.wait_released(10) or request is ours
+    closer.join(10)
+    assert not closer.is_alive()
+    assert lonely.done is (side == "p")
+
+
+def test_closing_connection_lets_end_what_moves(fabric: LoopbackFabric, connect: Open) -> None:
+    prefill, decode = Prefill(connect("p")), Decode(connect("d"))
+    decode.client.pull(prefill.server.offer("warm", [9], 16).ticket, [9]).wait(10)
+    fabric.delay(64)
+    offer = prefill.server.offer("one", [3], 16)
+    fetch = decode.client.pull(offer.ticket, [4])
+    until(lambda: any(one.in_flight for one in decode.connection.operations.transfers))
+    prefill.connection.close(20)
+    fetch.wait(10)
+    assert arrived(prefill.tensors, [3], decode.tensors, [4], 0, 16)
+    assert offer.error is None
+
+
 @pytest.mark.parametrize("side", ["p", "d"])
 def test_aborted_connection_ends_everything(connect: Open, side: str) -> None:
     prefill, decode = Prefill(connect("p")), Decode(connect("d"))
@@ -407,20 +457,49 @@ def test_aborted_connection_ends_everything(connect: Open, side: str) -> None:
 # Bad input.
 
 
-def test_incompatible_caches_are_refused_by_name(connect: Open) -> None:
+def incompatible() -> list[tuple[KVCache, str, str]]:
+    """Caches that `Prefill`'s can't be converted to, and what differs: theirs, ours."""
+    other = [torch.zeros(2, 8, PAGE, HEADS, 16) for _ in range(LAYERS)]
+    halves = [torch.zeros(2, 8, PAGE, HEADS, DIM, dtype=torch.bfloat16) for _ in range(LAYERS)]
+    uneven = [torch.zeros(2, 8, 24, HEADS, DIM) for _ in range(LAYERS)]
+    return [
+        (KVCache(other, model="m"), "head_dim is 8 here and 16 there", "head_dim is 16 here"),
+        (KVCache(other, model="n"), "model is 'm' here and 'n' there", "model is 'n' here"),
+        (KVCache(halves, model="m"), "dtype is", "dtype is torch.bfloat16 here"),
+        (KVCache(halves[:2], model="m"), "num_layers is 4 here and 2", "num_layers is 2 here"),
+        (KVCache(uneven, model="m"), "page_size is 16 here and 24", "page_size is 24 here and 16"),
+    ]
+
+
+def test_incompatible_caches_are_refused_by_name_before_contact(
+    connect: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
     prefill = Prefill(connect("p"))
     offer = prefill.server.offer("one", [3], 16)
     connection = connect("d")
-    other = [torch.zeros(2, 8, PAGE, HEADS, 16) for _ in range(LAYERS)]
-    for cache, difference in (
-        (KVCache(other, model="m"), "head_dim is 8 here and 16 there"),
-        (KVCache(other, model="n"), "model is 'm' here and 'n' there"),
-        (KVCache([one.bfloat16() for one in prefill.tensors], model="m"), "dtype is"),
-        (KVCache(prefill.tensors[:2], model="m"), "num_layers is 4 here and 2 there"),
-    ):
+    monkeypatch.setattr(connection, "contact", lambda *_: pytest.fail("it was contacted"))
+    for cache, _, difference in incompatible():
         client = KVCacheClient(connection, cache)
         for mode in MODES:
-            fetch = getattr(client, mode)(offer.ticket, [4])
+            with pytest.raises(IncompatibleError, match=f"p: {difference}"):
+                getattr(client, mode)(offer.ticket, [4])
+        assert nothing_held(client.statistics())
+    assert not offer.done
+    Decode(connect("e")).client.pull(offer.ticket, [4]).wait(10)
+
+
+@pytest.mark.parametrize("lies", [False, True])
+def test_incompatible_caches_are_refused_by_name_when_they_meet(connect: Open, lies: bool) -> None:
+    """The ticket doesn't say, or says the wrong thing."""
+    prefill = Prefill(connect("p"))
+    offer = prefill.server.offer("one", [3], 16)
+    connection = connect("d")
+    for cache, difference, _ in incompatible():
+        client = KVCacheClient(connection, cache)
+        record = describe(cache.compatibility) if lies else None
+        ticket = forged(offer.ticket, compatibility=record)
+        for mode in MODES:
+            fetch = getattr(client, mode)(ticket, [4])
             with pytest.raises(IncompatibleError, match=difference):
                 fetch.wait(10)
             assert fetch.wait_released(10)

@@ -155,6 +155,36 @@ def test_heartbeats_count_that_came_while_prefill_stood_still(connect: Open) -> 
         offer.wait(10)
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_slow_callback_holds_up_no_other_request(
+    connect: Open, mode: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    prefill, decode = Prefill(connect("p")), Decode(connect("d"))
+    entered, go_on, last = threading.Event(), threading.Event(), threading.Event()
+
+    def slow() -> None:
+        entered.set()
+        assert go_on.wait(20)
+        raise RuntimeError("of the program's")
+
+    offer = prefill.server.offer("one", [3], 16, ready=False)
+    fetch = decode.fetch(mode, offer.ticket, [4])
+    for request in (offer, fetch):
+        request.add_done_callback(slow)
+    fetch.add_done_callback(last.set)
+    for layer in range(LAYERS):
+        offer.layer_ready(layer)
+    assert entered.wait(10)
+    for _ in range(3):
+        again = prefill.server.offer("two", [3], 16)
+        assert decode.fetch(mode, again.ticket, [5]).wait_released(10)
+        assert again.wait_released(10)
+    assert not last.is_set()
+    go_on.set()
+    assert last.wait(10)
+    until(lambda: "a completion callback raised" in caplog.text)
+
+
 def test_statistics_can_be_copied_and_sent(connect: Open) -> None:
     prefill, decode = Prefill(connect("p")), Decode(connect("d"))
     decode.client.pull(prefill.server.offer("one", [3], 16).ticket, [4]).wait(10)

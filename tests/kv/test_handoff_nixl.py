@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kv import programs
+from kv import programs, stream_programs
 from torch_nixl.testing import RankPool, RanksFailed, run_ranks
 
 
@@ -23,11 +23,24 @@ def test_ticket_travels_over_the_communicator(rank_pool: RankPool) -> None:
     assert rank_pool.run(programs.over_a_communicator, world_size=2, timeout=60) == [1, 1]
 
 
+@pytest.mark.parametrize("mode", ["pull", "push"])
+def test_pages_keep_the_order_of_streams(rank_pool: RankPool, mode: str) -> None:
+    ranks = rank_pool.run(stream_programs.handoffs, world_size=2, args=(mode,), timeout=60)
+    assert ranks == [0, 1]
+
+
 def test_killed_peer_costs_only_its_own_requests() -> None:
     with pytest.raises(RanksFailed) as failed:
         run_ranks(programs.killed, 3, timeout=60)
     assert failed.value.failures.keys() == {1}, failed.value
     assert "SIGKILL" in failed.value.failures[1]
+
+
+def test_peer_whose_program_ends_says_so_at_once() -> None:
+    with pytest.raises(RanksFailed) as failed:
+        run_ranks(programs.left, 2, timeout=60)
+    assert failed.value.failures.keys() == {1}, failed.value
+    assert "exited with code 0" in failed.value.failures[1]
 
 
 def test_stopped_peer_ends_requests_in_time_and_keeps_pages(rank_pool: RankPool) -> None:

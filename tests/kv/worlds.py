@@ -11,8 +11,10 @@ from torch_nixl.engine.connection import Connection
 from torch_nixl.kv.cache import KVCache
 from torch_nixl.kv.client import KVCacheClient
 from torch_nixl.kv.fetch import Fetch
-from torch_nixl.kv.server import KVCacheServer, Offer
+from torch_nixl.kv.offer import Offer
+from torch_nixl.kv.server import KVCacheServer
 from torch_nixl.kv.statistics import KVStatistics
+from torch_nixl.testing import FakeDevice
 
 LAYERS = 4
 PAGE = 16
@@ -29,13 +31,24 @@ def tensors(num_pages: int, seed: int | None = None, *, layers: int = LAYERS) ->
     return [torch.randn(shape, generator=generator) for _ in range(layers)]
 
 
+def placed(made: list[torch.Tensor], device: FakeDevice | None) -> list[torch.Tensor]:
+    """The same in a device's memory."""
+    return made if device is None else [device.adopt(one) for one in made]
+
+
 class Prefill:
     """A server and its cache."""
 
     def __init__(
-        self, connection: Connection, *, num_pages: int = 32, seed: int = 1, **options: float
+        self,
+        connection: Connection,
+        *,
+        num_pages: int = 32,
+        seed: int = 1,
+        device: FakeDevice | None = None,
+        **options: float,
     ) -> None:
-        self.tensors = tensors(num_pages, seed)
+        self.tensors = placed(tensors(num_pages, seed), device)
         self.server = KVCacheServer(connection, KVCache(self.tensors, model="m"), **options)
         self.connection = connection
 
@@ -43,8 +56,15 @@ class Prefill:
 class Decode:
     """A client and its cache."""
 
-    def __init__(self, connection: Connection, *, num_pages: int = 32, **options: float) -> None:
-        self.tensors = tensors(num_pages)
+    def __init__(
+        self,
+        connection: Connection,
+        *,
+        num_pages: int = 32,
+        device: FakeDevice | None = None,
+        **options: float,
+    ) -> None:
+        self.tensors = placed(tensors(num_pages), device)
         self.client = KVCacheClient(connection, KVCache(self.tensors, model="m"), **options)
         self.connection = connection
 

@@ -58,8 +58,12 @@ def when(ready: Callable[[], bool], action: Callable[[], None]) -> None:
     with _waiting_lock:
         _waiting.add(ready, action)
         if _watcher is None:
-            _watcher = threading.Thread(target=_watch, name="torch_nixl-streams", daemon=True)
-            _watcher.start()
+            watcher = threading.Thread(target=_watch, name="torch_nixl-streams", daemon=True)
+            try:
+                watcher.start()
+            except RuntimeError:  # The interpreter is exiting, and takes no new threads.
+                return
+            _watcher = watcher
 
 
 def _watch() -> None:
@@ -88,13 +92,23 @@ class Worker:
 
     def submit(self, job: Callable[[], None]) -> None:
         """Have `job` done, which must not raise."""
+        if self._thread is None and not self._start():
+            job()
+            return
         self._jobs.append(job)
-        if self._thread is None:
-            with self._lock:
-                if self._thread is None:
-                    self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                    self._thread.start()
         self._wake.release()
+
+    def _start(self) -> bool:
+        """Start the thread; return False if the interpreter is exiting, and takes no new ones."""
+        with self._lock:
+            if self._thread is None:
+                thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError:
+                    return False
+                self._thread = thread
+            return True
 
     def _run(self) -> None:
         while True:

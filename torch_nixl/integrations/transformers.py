@@ -27,7 +27,8 @@ from torch_nixl.engine.operation import deadline_after
 from torch_nixl.errors import ClosedError, TransferTimeout
 from torch_nixl.integrations.page_pool import DynamicCache, PagePool
 from torch_nixl.kv.client import KVCacheClient
-from torch_nixl.kv.server import DEFAULT_LEASE, KVCacheServer, Offer
+from torch_nixl.kv.offer import Offer
+from torch_nixl.kv.server import DEFAULT_LEASE, KVCacheServer
 from torch_nixl.kv.service import CLOSE_SECONDS, DEFAULT_TIMEOUT, Service
 from torch_nixl.kv.ticket import Ticket
 
@@ -234,7 +235,7 @@ class DynamicCacheClient(_Lender):
             self.pool.free(pages)
             raise
         try:
-            fetch.wait()
+            fetch.synchronize()  # What a stream waited for could still fail.
             return self.pool.read(pages, num_tokens)
         finally:
             fetch.cancel()

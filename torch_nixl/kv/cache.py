@@ -43,8 +43,8 @@ class CacheGroup:
 class KVCache:
     """A paged KV cache of one rank.
 
-    Which pages are in use is known for each object and connection: a pool has one of each. Its
-    tensors have to stay where they are.
+    Which pages are in use is known for each connection: several caches of one pool there know it of
+    each other. Its tensors have to stay where they are.
 
     Args:
         tensors: By default one for each layer, ``[2, num_pages, page_size, num_kv_heads,
@@ -62,7 +62,7 @@ class KVCache:
 
     Raises:
         ValueError: The tensors differ in shape, strides, dtype or device, have no such axes, or
-            alias each other.
+            overlap.
     """
 
     def __init__(

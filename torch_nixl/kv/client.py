@@ -76,11 +76,13 @@ class KVCacheClient(Service):
         stop: int | None = None,
         first: int | Sequence[int] = 0,
         timeout: float | None = None,
+        stream: object = None,
     ) -> Fetch:
         """Read a prompt's keys and values from prefill's pages into ours.
 
         Returns at once, but for the first contact with a server; the bytes move while someone
-        waits or in the background.
+        waits or in the background. On a device pages are not touched before what is queued by now
+        has run.
 
         Args:
             tickets: From prefill; of a group of several ranks, one of each that has heads for
@@ -93,16 +95,18 @@ class KVCacheClient(Service):
             stop: Position after the last; by default, all that is on offer.
             first: Position of the first page's first token; of several groups, each's.
             timeout: Seconds; `math.inf` for never; the client's by default.
+            stream: What is queued on this stream counts; by default, on its device's current one.
 
         Raises:
             ValueError: A page does not exist, is in use, or the pages don't hold these positions;
-                or a ticket is missing.
+                a ticket is missing; or `stream` is none of the pool's devices.
             MetadataError: A ticket is malformed, or was altered.
+            IncompatibleError: The caches can't be converted into each other, as the tickets say.
             PeerLostError: A server can't be reached.
-            TransferError: Too many servers are known.
+            TransferError: Too many servers are known; or the stream is being captured into a graph.
             ClosedError: The client is closed.
         """
-        return self._fetch(Mode.PULL, tickets, pages, start, stop, first, timeout)
+        return self._fetch(Mode.PULL, tickets, pages, start, stop, first, timeout, stream)
 
     def push(
         self,
@@ -113,12 +117,14 @@ class KVCacheClient(Service):
         stop: int | None = None,
         first: int | Sequence[int] = 0,
         timeout: float | None = None,
+        stream: object = None,
     ) -> Fetch:
         """Have prefill write a prompt's keys and values to our pages, each layer once computed.
 
-        Arguments and errors are those of `pull`.
+        Arguments and errors are those of `pull`. On a device prefill is asked once what is queued
+        by now has run, and the lease has to last as long.
         """
-        return self._fetch(Mode.PUSH, tickets, pages, start, stop, first, timeout)
+        return self._fetch(Mode.PUSH, tickets, pages, start, stop, first, timeout, stream)
 
     def keep(self, ticket: str | bytes) -> Heartbeat:
         """Keep a lease until its pages are asked for, while decode has no room for them.
@@ -169,6 +175,7 @@ class KVCacheClient(Service):
         stop: int | None,
         first: int | Sequence[int],
         timeout: float | None,
+        stream: object,
     ) -> Fetch:
         self._check_open()
         chosen, spare = self._choose(tickets)
@@ -189,11 +196,12 @@ class KVCacheClient(Service):
             _Wanted(ticket, heads, self.connection.contact(ticket.server, ticket.connection_blob))
             for ticket, heads in chosen
         ]
+        order = self.registered.order(stream)
         with self.hub.lock:
             self._check_open()
             meetings = [self._meet(one.remote, one.ticket.service) for one in wanted]
             self.registered.hold(runs, exclusive=True)
-            fetch = Fetch(self, wanted[0].ticket.request, runs, mode)
+            fetch = Fetch(self, wanted[0].ticket.request, runs, mode, order)
             self.enter(fetch)
             self.figures.asked += 1
             for one, meeting in zip(wanted, meetings, strict=True):
@@ -230,6 +238,10 @@ class KVCacheClient(Service):
             other = by_rank.setdefault(one.tp_rank, one)
             if not one.is_same(other):
                 raise ValueError(f"two different tickets of rank {one.tp_rank}")
+        for one in by_rank.values():
+            why = one.difference(self.cache.compatibility)
+            if why:
+                raise IncompatibleError(f"{one.server}: {why}")
         size = sizes.pop()
         try:
             wanted = self.cache.compatibility.shares(size)
@@ -280,7 +292,11 @@ class KVCacheClient(Service):
         elif meeting.refused is not None:
             handoff.on(Event.REJECT, *meeting.refused)
         elif meeting.known is not None:
-            self._take(handoff)
+            if handoff.side.phase is Phase.EXPOSED:
+                # Prefill writes once it is told where.
+                self.hub.when_passed(handoff.request.order, lambda: self._take(handoff))
+            else:
+                self._take(handoff)
         else:
             meeting.waiting.append(handoff)
             if not meeting.asked_at:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -122,24 +121,6 @@ class Compatibility:
         """
         pairs = zip(self.geometries, other.geometries, strict=True)
         return tuple(sorted(set().union(*(takers(ours, theirs) for ours, theirs in pairs))))
-
-    @property
-    def digest(self) -> str:
-        """16 hexadecimal digits of all that has to be equal; page sizes and ranks may differ."""
-        parts = [
-            (
-                geometry.num_layers,
-                geometry.num_parts,
-                geometry.num_kv_heads,
-                geometry.head_dim,
-                str(geometry.dtype),
-                geometry.packing,
-                numbers,
-            )
-            for geometry, numbers in zip(self.geometries, self.layers, strict=True)
-        ]
-        text = repr((_release(self.version), self.model, parts))
-        return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def _release(version: str) -> list[str]:

@@ -175,9 +175,15 @@ class Handoff(Operation):
             MetadataError: As `on`.
         """
         now = time.monotonic()
-        wanted = not self.side.ended
-        asked = self.side.phase is Phase.ASKED
-        why = self._plan(min(num_ready, self.num_layers), runs) if asked else ""
+        phase, why = self.side.phase, ""
+        wanted = phase in (Phase.ASKED, Phase.EXPOSED)
+        if wanted:
+            self.num_ready = max(self.num_ready, min(num_ready, self.num_layers))
+        if phase is Phase.ASKED:
+            try:
+                self._moves = self._plan(runs)
+            except ValueError as error:
+                why = f"what prefill has granted does not fit: {error}"
         self.on(Event.GRANT)
         if wanted:
             self.service.figures.took("grant", now - self._asked_at)
@@ -185,24 +191,19 @@ class Handoff(Operation):
         if why:
             self.on(Event.FAIL, Outcome.OUT_OF_RANGE, why)
 
-    def _plan(self, num_ready: int, runs: tuple[Run, ...]) -> str:
-        """Plan to read the peer's pages; return why that can't be."""
-        self.num_ready = num_ready
+    def _plan(self, runs: tuple[Run, ...]) -> Moves:
+        """Plan to read the peer's pages."""
         registered = self.service.registered
-        try:
-            self._moves = Moves(
-                self.meeting.pool,
-                runs,
-                registered.pool,
-                registered.cache.cover(self.request.runs, self.start, self.stop),
-                start=self.start,
-                stop=self.stop,
-                heads=self.heads,
-                by_layer=self.num_ready < self.num_layers,
-            )
-        except ValueError as error:
-            return f"what prefill has granted does not fit: {error}"
-        return ""
+        return Moves(
+            self.meeting.pool,
+            runs,
+            registered.pool,
+            registered.cache.cover(self.request.runs, self.start, self.stop),
+            start=self.start,
+            stop=self.stop,
+            heads=self.heads,
+            by_layer=self.num_ready < self.num_layers,
+        )
 
     def on_taken(self, event: Event, moves: Moves | None) -> None:
         """Prefill: decode has come. Push: `moves` are to be made."""
@@ -263,24 +264,16 @@ class Handoff(Operation):
             self.on(Event.LOST, text=str(error))
 
     def check_quarantine(self) -> None:
-        with self.service.hub.lock:
-            if self._released or self.remote is None:
-                return
-            remote = self.remote
-            lost = remote.lost_error is not None
-            if remote.closed or (lost and self._connection.contacts.is_gone(remote)):
-                self.on(Event.DEAD, text="the peer is gone")
-                return
-            again = self._connection.contacts.get(remote.name) if lost else None
-            if again is not None:
-                # One that was lost, and lives after all.
-                self.remote = again
-                if self.side.phase is Phase.REVOKING:
-                    self._do(Action.CANCEL)
-                return
-        if lost:
+        if self._recontact.look(self):
             # Outside of the lock: making contact takes its time.
-            self._recontact.try_if_due(self._connection, remote)
+            assert self.remote is not None
+            self._recontact.try_if_due(self._connection, self.remote)
+
+    def ask_again(self, remote: Remote) -> None:
+        """The peer was lost, and is in contact again."""
+        self.remote = remote
+        if self.side.phase is Phase.REVOKING:
+            self._do(Action.CANCEL)
 
     def abort(self, error: BaseException) -> None:
         with self.service.hub.lock:
@@ -330,10 +323,13 @@ class Handoff(Operation):
                 self.num_moved = self.num_layers
                 self.on(Event.SETTLED)
             elif self.num_ready > self.num_moved:
-                self._start_transfer(self._moves, range(self.num_moved, self.num_ready))
+                self.service.hub.when_passed(self.request.order, self._start_transfer)
 
-    def _start_transfer(self, moves: Moves, layers: range) -> None:
-        assert self.remote is not None
+    def _start_transfer(self) -> None:
+        moves, layers = self._moves, range(self.num_moved, self.num_ready)
+        if self._transfer is not None or self.side.phase is not Phase.MOVING or not layers:
+            return  # It had to wait, and this is over.
+        assert self.remote is not None and moves is not None
         pull = self.side.role is Role.DECODE
         transfer = PageTransfer(
             self._connection,
@@ -388,6 +384,8 @@ class Handoff(Operation):
         self._connection.contacts.send_body(self.remote, kind, body)
 
     def _doing(self) -> str:
+        if self.request.order is not None and not self.request.order.passed():
+            return "the pages' stream had work queued"
         if not self.sent:
             return "the caches were to meet"
         match self.side.phase:

@@ -5,7 +5,8 @@
 handlers, ticks, programs' calls and transfers' ends take it, and frames are sent with it held, so
 that those of one request leave in order. The connection's lock may be taken inside of it, never the
 other way round; so may an operation's locks, but not `TransferOperation._attending`: a transfer is
-never attended to with it held.
+never attended to with it held. Nor is a device's runtime called, which may wait for streams that
+wait for the driver.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 from torch_nixl.connect.connection import Connection as ConnectConnection
 from torch_nixl.engine.connection import Connection
 from torch_nixl.kv import frames
+from torch_nixl.kv.callbacks import Callbacks
 from torch_nixl.kv.frames import Head
 from torch_nixl.kv.leases import LeaseId
 from torch_nixl.kv.protocol import Event, Outcome, Role
@@ -27,6 +29,7 @@ from torch_nixl.p2p.communicator import Communicator
 
 if TYPE_CHECKING:
     from torch_nixl.engine.remotes import Remote
+    from torch_nixl.engine.streams import StreamOrder
     from torch_nixl.kv.cache import KVCache
     from torch_nixl.kv.client import KVCacheClient
     from torch_nixl.kv.handoff import Handoff
@@ -42,6 +45,8 @@ class KVHub:
 
     Attributes:
         lock: See [Note: kv locks].
+        registering: Held while a cache is registered, which may wait for its device.
+        callbacks: Programs', of requests that have ended.
         numbers: Names of decode's requests in this process.
         asked: Decode's handoffs, by number.
         taken: Prefill's handoffs, by the peer's name and its number.
@@ -52,6 +57,8 @@ class KVHub:
         # Weak: the connection holds this hub by its handlers.
         self._connection = weakref.ref(connection)
         self.lock = threading.RLock()
+        self.registering = threading.Lock()
+        self.callbacks = Callbacks()
         self.numbers = itertools.count(1)
         self.asked: dict[int, Handoff] = {}
         self.taken: dict[tuple[str, int], Handoff] = {}
@@ -73,7 +80,7 @@ class KVHub:
             (frames.DONE, self._on_done),
             (frames.BEAT, self._on_beat),
         ):
-            connection.route(kind, self._locked(handler))
+            connection.route(kind, self._locked_handler(handler))
         connection.on_tick(self._tick)
 
     # Services and pools.
@@ -83,17 +90,24 @@ class KVHub:
 
         Raises:
             RegistrationError: NIXL refused the memory.
-            ValueError: It can't be written to, or groups of it share memory in a wrong way.
+            ValueError: It can't be written to, or shares memory in a wrong way: its groups, or
+                with another cache.
             ClosedError: The connection is closed.
         """
         connection = self._connection()
         assert connection is not None
-        with self.lock:
-            pool = self._pools.get(id(cache))
-            if pool is None:
-                pool = self._pools[id(cache)] = RegisteredPool(connection, cache)
-            pool.enter()
-            return pool
+        with self.registering:
+            with self.lock:
+                pool = self._pools.get(id(cache))
+                if pool is not None:
+                    pool.enter()
+                    return pool
+                others = list(self._pools.values())
+            pool = RegisteredPool(connection, cache, others)
+            with self.lock:
+                pool.enter()
+                self._pools[id(cache)] = pool
+                return pool
 
     def leave(self, pool: RegisteredPool) -> None:
         """Count one user less."""
@@ -162,15 +176,37 @@ class KVHub:
         return [*self._servers.values(), *self._clients.values()]
 
     def _tick(self, now: float) -> None:
+        connection = self._connection()
         with self.lock:
             for service in self.services:
                 service.on_tick(now)
+                if connection is not None and connection.closing:
+                    service.give_up()
             for heartbeat in list(self.heartbeats.values()):
                 heartbeat.on_tick(now)
 
+    def when_passed(self, order: StreamOrder | None, action: Callable[[], None]) -> None:
+        """Do it once what was queued on streams has run: now, or in the driver. Lock held."""
+        connection = self._connection()
+        if order is None or order.passed():
+            action()
+        elif connection is not None:
+            connection.defer(order.passed, self.locked(action))
+
+    def locked(self, action: Callable[[], None]) -> Callable[[], None]:
+        """The same, with the lock taken."""
+
+        def act() -> None:
+            with self.lock:
+                action()
+
+        return act
+
     # Frames. In the driver, in order of arrival, with the lock held.
 
-    def _locked(self, handler: Callable[[Remote, bytes], None]) -> Callable[[Remote, bytes], None]:
+    def _locked_handler(
+        self, handler: Callable[[Remote, bytes], None]
+    ) -> Callable[[Remote, bytes], None]:
         lock = self.lock
 
         def handle(remote: Remote, body: bytes) -> None:

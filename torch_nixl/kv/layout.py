@@ -26,6 +26,7 @@ import numpy.typing as npt
 import torch
 
 from torch_nixl.engine.spans import surely_disjoint
+from torch_nixl.kv.overlap import find_overlap
 
 Pages: TypeAlias = npt.NDArray[np.int64]
 """Page ids in the order of the tokens' positions, ``[n]``."""
@@ -303,7 +304,7 @@ def describe(
 
     Raises:
         ValueError: The tensors differ in shape, strides, dtype or device, have no such axes, or
-            alias each other.
+            overlap.
     """
     if not set("PTD") <= set(axes) <= set(AXES) or len(set(axes)) != len(axes):
         raise ValueError(f"axes={axes!r}: expected P, T, D and some of L, K, H, each once")
@@ -374,4 +375,9 @@ def describe(
         head_stride=stride["H"] if num_local > 1 else geometry.row_nbytes,
         region_nbytes=tuple(owner.untyped_storage().nbytes() for owner in owners),
     )
+    found = find_overlap(layout)
+    if found is not None:
+        parts = geometry.num_parts
+        one, other = (f"layer {at // parts}, part {at % parts}" for at in sorted(found))
+        raise ValueError(f"tensors overlap: {one} and {other} have bytes in common")
     return layout, owners

@@ -7,10 +7,12 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from torch_nixl.errors import TorchNixlError
+from torch_nixl.kv.protocol import Event
 
 if TYPE_CHECKING:
     from torch_nixl.engine.connection import Connection
     from torch_nixl.engine.remotes import Remote
+    from torch_nixl.kv.handoff import Handoff
 
 RECONTACT_SECONDS: Final = 1.0
 """Time from a loss to the first try; doubled after each, up to `MAX_RECONTACT_SECONDS`."""
@@ -30,6 +32,23 @@ class Recontact:
     def begin(self) -> None:
         """The peer was lost just now."""
         self._at = time.monotonic() + self._after
+
+    def look(self, handoff: Handoff) -> bool:
+        """See whether a peer that may touch pages is gone, or back; return whether it is lost."""
+        connection = handoff.service.connection
+        with handoff.service.hub.lock:
+            remote = handoff.remote
+            if handoff.released or remote is None:
+                return False
+            lost = remote.lost_error is not None
+            if remote.closed or (lost and connection.contacts.is_gone(remote)):
+                handoff.on(Event.DEAD, text="the peer is gone")
+                return False
+            again = connection.contacts.get(remote.name) if lost else None
+            if again is not None:  # It lives after all.
+                handoff.ask_again(again)
+                return False
+            return lost
 
     def try_if_due(self, connection: Connection, remote: Remote) -> None:
         """Contact it again, if that is due. Runs in the driver."""

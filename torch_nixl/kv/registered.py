@@ -11,10 +11,11 @@ import torch
 from torch_nixl.engine import wire
 from torch_nixl.engine.arrays import as_memory
 from torch_nixl.engine.memory import require_in_place, require_writable
+from torch_nixl.engine.streams import StreamOrder, device_of_memory
 from torch_nixl.errors import MetadataError
 from torch_nixl.kv.cache import KVCache
-from torch_nixl.kv.layout import Layout
 from torch_nixl.kv.leases import PageLedger
+from torch_nixl.kv.overlap import Sharing, sharing
 from torch_nixl.kv.plan import Run
 from torch_nixl.kv.pools import Pool, pack_pool
 
@@ -30,20 +31,28 @@ MAX_POOL: Final = wire.MAX_BODY - 64
 class RegisteredPool:
     """The pages of one cache on one connection, for all services that hand them over.
 
+    Args:
+        connection: The connection.
+        cache: The cache.
+        others: Others on it, which may be of the same pages.
+
     Attributes:
         cache: Whose.
         pool: What other sides are told.
         packed: The same as bytes.
         num_users: Services and requests that need it registered.
-        held: The registrations.
+        held: The registrations, for each group and region.
+        devices: Those whose streams use the memory; none for host memory.
     """
 
-    def __init__(self, connection: Connection, cache: KVCache) -> None:
+    def __init__(
+        self, connection: Connection, cache: KVCache, others: Sequence[RegisteredPool] = ()
+    ) -> None:
         self._connection = connection
         self.cache = cache
         self.num_users = 0
         self.held: tuple[RegisteredMemory, ...] = ()
-        self._ledgers = _ledgers(cache)
+        self._ledgers = _ledgers(cache, others)
         flat = [[_whole(owner) for owner in owners] for owners in cache.owners]
         held: list[RegisteredMemory] = []
         try:
@@ -77,6 +86,26 @@ class RegisteredPool:
                 connection.registry.release(one)
             raise
         self.held = tuple(held)
+        found = [device_of_memory(one.memory) for one in held]
+        self.devices = tuple(dict.fromkeys(one for one in found if one is not None))
+
+    def order(self, stream: object) -> StreamOrder | None:
+        """Note what is queued for the pages by now; None for host memory.
+
+        To be called without the hub's lock: it may wait for the device.
+
+        Args:
+            stream: None for each device's current one.
+
+        Raises:
+            ValueError: `stream` is none of the pool's devices.
+            TransferError: The stream is being captured into a graph.
+        """
+        if self.devices:
+            return StreamOrder(self.devices, stream)
+        if stream is not None:
+            raise ValueError("stream=: the cache lies in host memory, which no stream uses")
+        return None
 
     def enter(self) -> None:
         """Count one more user."""
@@ -153,48 +182,36 @@ def _whole(owner: torch.Tensor) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=owner.device).set_(storage)
 
 
-def _ledgers(cache: KVCache) -> list[tuple[PageLedger, list[int]]]:
-    """One ledger for each set of groups whose pages are the same memory.
+def _ledgers(
+    cache: KVCache, others: Sequence[RegisteredPool]
+) -> list[tuple[PageLedger, list[int]]]:
+    """One ledger for each set of groups whose pages are the same memory, in other caches, too.
 
     Raises:
-        ValueError: Groups share memory, but a page of one is not a page of the other.
+        ValueError: Two share memory, but a page of one is not a page of the other.
     """
-    found: list[tuple[PageLedger, list[int]]] = []
-    for group, layout in enumerate(cache.layouts):
-        for _, groups in found:
-            other = cache.layouts[groups[0]]
-            if any(_share(cache, group, one) for one in groups):
-                if (layout.num_pages, layout.page_stride) != (other.num_pages, other.page_stride):
-                    raise ValueError("groups share memory, but not the size and number of pages")
-                groups.append(group)
-                break
-        else:
-            found.append((PageLedger(layout.num_pages), [group]))
-    return found
-
-
-def _share(cache: KVCache, one: int, other: int) -> bool:
-    """Whether page 0 of two groups has bytes in common, or may have."""
-    return any(
-        start < other_stop and other_start < stop
-        for start, stop in _footprint(cache, one)
-        for other_start, other_stop in _footprint(cache, other)
-    )
-
-
-def _footprint(cache: KVCache, group: int) -> list[tuple[int, int]]:
-    layout: Layout = cache.layouts[group]
-    geometry = layout.geometry
-    reach = (
-        geometry.row_nbytes
-        + (geometry.page_size - 1) * layout.token_stride
-        + (len(geometry.heads) - 1) * layout.head_stride
-    )
-    if reach > layout.page_stride:  # Pages lie inside of what steps over tokens or heads.
-        reach += (layout.num_pages - 1) * layout.page_stride
-    bases = [owner.untyped_storage().data_ptr() for owner in cache.owners[group]]
-    places = zip(layout.regions.flat, layout.offsets.flat, strict=True)
-    return [
-        (bases[region] + int(offset), bases[region] + int(offset) + reach)
-        for region, offset in places
+    known = [
+        (ledger, pool.cache, group)
+        for pool in others
+        for ledger, groups in pool._ledgers
+        for group in groups
     ]
+    found: dict[PageLedger, list[int]] = {}
+    for group, layout in enumerate(cache.layouts):
+        same: set[PageLedger] = set()
+        for ledger, other, index in known:
+            how = sharing(layout, _bases(cache, group), other.layouts[index], _bases(other, index))
+            if how is Sharing.SAME:
+                same.add(ledger)
+            if how is Sharing.CROSSED or len(same) > 1:
+                what = "groups share" if other is cache else "it shares"
+                whose = "" if other is cache else " with another cache of this connection"
+                raise ValueError(f"{what} memory{whose}, but a page of one is no page of the other")
+        ledger = same.pop() if same else PageLedger(layout.num_pages)
+        known.append((ledger, cache, group))
+        found.setdefault(ledger, []).append(group)
+    return list(found.items())
+
+
+def _bases(cache: KVCache, group: int) -> list[int]:
+    return [owner.untyped_storage().data_ptr() for owner in cache.owners[group]]

@@ -88,7 +88,11 @@ class Request:
         raise NotImplementedError
 
     def wait(self, timeout: float | None = None) -> None:
-        """Block until it has ended.
+        """Block until it has ended. As `synchronize`."""
+        self.synchronize(timeout)
+
+    def synchronize(self, timeout: float | None = None) -> None:
+        """Block the host until it has ended, whatever memory the pages lie in.
 
         Args:
             timeout: Seconds; the request itself ends with `TransferTimeout` when they have
@@ -120,9 +124,10 @@ class Request:
         return self._released
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
-        """Call `callback` once it has ended, from a thread of the package, outside of all locks.
+        """Call `callback` once it has ended, outside of all locks; at once if it has.
 
-        It is called at once if it has ended already.
+        It is called by a thread that does nothing else, one callback of a connection after the
+        other: a slow one holds up no bytes and no request, only callbacks.
         """
         with self._service.hub.lock:
             if not self._done:
@@ -131,6 +136,10 @@ class Request:
         callback()
 
     # Below: the hub's lock is held, but for waiting.
+
+    def give_up(self) -> None:
+        """End what can't end before prefill's program says that more layers are computed."""
+        raise NotImplementedError
 
     def _wait(self, condition: Callable[[], bool], deadline: float | None) -> bool:
         progress = self._connection.progress
@@ -166,7 +175,8 @@ class Request:
         self._error = error
         self._done = True
         callbacks, self._callbacks = self._callbacks, []
-        self._connection.progress.call_later(callbacks)
+        if not self._service.hub.callbacks.add(callbacks):
+            self._connection.progress.call_later(callbacks)
         return True
 
     def _free(self) -> None:

@@ -17,12 +17,12 @@ from torch_nixl.kv import frames
 from torch_nixl.kv.cache import KVCache, PageIds
 from torch_nixl.kv.handoff import Handoff
 from torch_nixl.kv.leases import Lease, LeaseId, LeaseTable
-from torch_nixl.kv.moving import Moves, order_of
-from torch_nixl.kv.plan import Run
-from torch_nixl.kv.protocol import Event, Mode, Outcome, Phase, error_of, outcome_of
-from torch_nixl.kv.request import Request, lease_milliseconds
+from torch_nixl.kv.moving import Moves
+from torch_nixl.kv.offer import Offer
+from torch_nixl.kv.protocol import Event, Mode, Outcome, outcome_of
+from torch_nixl.kv.request import lease_milliseconds
 from torch_nixl.kv.service import DEFAULT_TIMEOUT, Service
-from torch_nixl.kv.ticket import MAX_REQUEST, Ticket
+from torch_nixl.kv.ticket import MAX_REQUEST, Ticket, describe
 
 if TYPE_CHECKING:
     from torch_nixl.engine.remotes import Remote
@@ -36,107 +36,6 @@ DEFAULT_LEASE: Final = 30.0
 STALL_SECONDS: Final = 0.25
 """After so long without a tick this process stood still, or its driver did: for as long again no
 lease lapses, so that heartbeats that came in time are read first."""
-
-
-class Offer(Request):
-    """Pages of one prompt that are on offer.
-
-    Attributes:
-        ticket: What decode needs to have them: JSON, less than 2 KiB, that may travel with the
-            request over any channel.
-        num_ready: Layers that the model has computed.
-    """
-
-    def __init__(
-        self,
-        server: KVCacheServer,
-        lease: Lease,
-        request: str,
-        runs: tuple[Run, ...],
-        *,
-        ready: bool,
-        ticket: str,
-    ) -> None:
-        super().__init__(server, request, runs)
-        self._server = server
-        self.lease = lease
-        self.ticket = ticket
-        self._order = order_of(server.cache.compatibility)
-        self.num_ready = len(self._order) if ready else 0
-        self.offered_at = time.monotonic()
-
-    def layer_ready(self, layer: int) -> None:
-        """Say that the model has computed a layer: it may be moved from now on. Posts nothing.
-
-        Args:
-            layer: The model's number of it. Layers become ready in the order of their numbers,
-                each once. On a device, its kernels have to have finished.
-
-        Raises:
-            ValueError: It is not the next layer.
-        """
-        with self._server.hub.lock:
-            if self.num_ready == len(self._order):
-                raise ValueError(f"layer {layer}: all layers are ready")
-            if layer != self._order[self.num_ready]:
-                raise ValueError(
-                    f"layer {layer}: layer {self._order[self.num_ready]} is to be ready next"
-                )
-            self.num_ready += 1
-            for handoff in list(self.handoffs):
-                handoff.on_layer()
-
-    def cancel(self) -> None:
-        self.withdraw(Outcome.CANCELLED, "withdrawn by prefill")
-
-    def withdraw(self, outcome: Outcome, text: str) -> None:
-        """Give it up for a reason."""
-        with self._server.hub.lock:
-            for handoff in list(self.handoffs):
-                handoff.cancel(outcome, text)
-            self.shut(outcome, text)
-
-    # The hub's lock is held.
-
-    def shut(self, outcome: Outcome, text: str) -> None:
-        """Give up the shares that no rank has come for."""
-        for side in self.lease.sides.values():
-            if side.phase is Phase.OFFERED:
-                side.step(Event.CANCEL, outcome)
-        self.look(text)
-
-    def look(self, text: str = "") -> None:
-        """See whether it has ended, or its pages are free."""
-        lease = self.lease
-        outcome = lease.outcome
-        if outcome is not None and not self._done:
-            failed = [one.error for one in self.handoffs if one.error is not None]
-            text = f"offer of {self.request!r}: {text or outcome.name.lower()}"
-            error = failed[0] if failed else error_of(outcome, text)
-            self._server.figures.count_end(outcome)
-            self._server.figures.took("total", time.monotonic() - self.offered_at)
-            if outcome is Outcome.COMPLETE:
-                self._server.figures.pages += sum(len(run.pages) for run in self.runs)
-            self._end(error)
-        if lease.released and not self._released:
-            self._server.leave(self)
-            self._server.forget(self)
-            self._free()
-
-    def on_end(self, handoff: Handoff) -> None:
-        self.look()
-
-    def on_release(self, handoff: Handoff) -> None:
-        self.look()
-
-    def on_closed(self, error: BaseException) -> None:
-        """The connection is gone. Handoffs have been told, or are being told."""
-        if self._end(error):
-            self._server.figures.count_end(Outcome.CLOSED)
-        self.shut(Outcome.CLOSED, "")
-
-    def _expire(self) -> None:
-        self.withdraw(Outcome.TIMED_OUT, "timed out before decode had the pages")
 
 
 class KVCacheServer(Service):
@@ -171,6 +70,7 @@ class KVCacheServer(Service):
         self._lapse_after = 0.0
         self._offers: dict[LeaseId, Offer] = {}
         self._blob = Ticket.encode(self.connection.metadata()[0])
+        self._description = describe(cache.compatibility)
         self.number = self.hub.add_server(self)
 
     def offer(
@@ -182,8 +82,12 @@ class KVCacheServer(Service):
         first: int | Sequence[int] = 0,
         ready: bool = True,
         lease: float | None = None,
+        stream: object = None,
     ) -> Offer:
         """Put the pages of a prompt on offer. Never blocks.
+
+        On a device they may be read, or are written to the other side, once what is queued by now
+        has run.
 
         Args:
             request: What to call it.
@@ -193,9 +97,12 @@ class KVCacheServer(Service):
             first: Position of the first page's first token; of several groups, each's.
             ready: Whether all layers are computed. If not, `Offer.layer_ready` says when each is.
             lease: Seconds until the offer lapses unless decode has come or sends heartbeats.
+            stream: What is queued on this stream counts; by default, on its device's current one.
 
         Raises:
-            ValueError: A page does not exist, is being filled, or the pages don't reach as far.
+            ValueError: A page does not exist, is being filled, or the pages don't reach as far; or
+                `stream` is none of the pool's devices.
+            TransferError: The stream is being captured into a graph.
             ClosedError: The server is closed.
         """
         runs = self.cache.runs(pages, first)
@@ -206,6 +113,9 @@ class KVCacheServer(Service):
         frames.pack_runs(runs)
         seconds = self._lease if lease is None else lease
         milliseconds = lease_milliseconds(seconds)
+        if stream is not None and not ready:
+            raise ValueError("stream=: no layer is ready yet; layer_ready() takes each one's")
+        order = self.registered.order(stream) if ready else None
         with self.hub.lock:
             self._check_open()
             granted = self._leases.grant(request, num_tokens, time.monotonic() + seconds)
@@ -216,7 +126,9 @@ class KVCacheServer(Service):
                 granted.sides[-1].step(Event.CANCEL)
                 self._leases.remove(granted)
                 raise
-            offer = Offer(self, granted, request, runs, ready=ready, ticket=ticket)
+            offer = Offer(self, granted, request, runs, ticket=ticket)
+            if ready:
+                offer.tell_ready(self.cache.num_layers, order)
             self._offers[granted.name] = offer
             self.enter(offer)
             self.figures.offers += 1
@@ -235,7 +147,7 @@ class KVCacheServer(Service):
             tp_rank=compatibility.tp_rank,
             tp_size=compatibility.tp_size,
             lease_ms=milliseconds,
-            compatibility=compatibility.digest,
+            compatibility=self._description,
             metadata=self._blob,
         )
         return ticket.pack(key=self.connection.metadata_key)

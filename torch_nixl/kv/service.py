@@ -154,6 +154,11 @@ class Service:
     def on_tick(self, now: float) -> None:
         """Look at what has a deadline."""
 
+    def give_up(self) -> None:
+        """The connection is closing: end what waits for a program, so that peers hear of it now."""
+        for request in list(self._requests):
+            request.give_up()
+
     def add(self, handoff: Handoff) -> None:
         """A handoff begins."""
         self._handoffs[handoff] = None
@@ -272,6 +277,7 @@ class Link(Operation):
     def on_fork(self, error: BaseException) -> None:
         # Another thread may have held it at the fork.
         self._service.hub.lock = threading.RLock()
+        self._service.hub.registering = threading.Lock()
         super().on_fork(error)
 
     def close(self) -> None:

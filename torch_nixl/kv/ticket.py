@@ -10,15 +10,18 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from typing import Annotated, Final, Literal
+from typing import Annotated, Final, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from torch_nixl.connect.metadata import decode_base64, decode_blob, encode_blob
 from torch_nixl.engine.envelope import seal, unseal
 from torch_nixl.errors import MetadataError
+from torch_nixl.kv.compatibility import MAX_GROUPS, MAX_NAME, Compatibility
 from torch_nixl.kv.frames import MAX_POSITION
+from torch_nixl.kv.layout import Geometry
 from torch_nixl.kv.leases import MAX_GENERATION, LeaseId
+from torch_nixl.p2p.description import DTYPES
 
 MAX_TICKET: Final = 2047
 """Most bytes of a ticket, as UTF-8."""
@@ -27,6 +30,19 @@ MAX_REQUEST: Final = 256
 """Most characters of a request's name in a ticket: it is for people to read."""
 
 _U32: Final = (1 << 32) - 1
+
+_Number: TypeAlias = Annotated[int, Field(ge=0, le=_U32)]
+_Name: TypeAlias = Annotated[str, Field(max_length=MAX_NAME)]
+_Group: TypeAlias = tuple[
+    _Number, _Number, _Number, _Number, _Name, _Number, _Name, tuple[_Number, ...] | None
+]
+Description: TypeAlias = tuple[
+    _Name, _Name, Annotated[tuple[_Group, ...], Field(max_length=MAX_GROUPS)]
+]
+"""Version, model, and for each group of layers: L, K, heads, D, dtype, T, packing, and the model's
+numbers of its layers; None for 0, 1, ...: see the legend in `layout`."""
+
+_DTYPES: Final = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
 
 
 class Ticket(BaseModel):
@@ -43,7 +59,7 @@ class Ticket(BaseModel):
         tp_rank: Of the server's tensor-parallel group.
         tp_size: Its size.
         lease_ms: How long the lease lasts from its beginning, or from a heartbeat.
-        compatibility: `Compatibility.digest` of the cache.
+        compatibility: What the cache holds, as `describe` returns it; None where that is too long.
         metadata: How to reach the agent.
         seal: Over all other fields.
     """
@@ -60,7 +76,7 @@ class Ticket(BaseModel):
     tp_rank: Annotated[int, Field(ge=0, le=_U32)] = 0
     tp_size: Annotated[int, Field(ge=1, le=_U32)] = 1
     lease_ms: Annotated[int, Field(ge=0, le=_U32)] = 0
-    compatibility: Annotated[str, Field(pattern="^[0-9a-f]{16}$")]
+    compatibility: Description | None = None
     metadata: Annotated[str, Field(min_length=1, max_length=MAX_TICKET)] = Field(repr=False)
     seal: Annotated[str, Field(max_length=256)] = Field(default="", repr=False)
 
@@ -83,8 +99,50 @@ class Ticket(BaseModel):
         ours = (self.server, self.service, self.lease)
         return ours == (other.server, other.service, other.lease)
 
+    def difference(self, ours: Compatibility) -> str:
+        """Say what keeps pages from moving to a cache of ours, as far as the ticket tells.
+
+        Empty where nothing does, and where only the handshake can find it out.
+        """
+        if self.compatibility is None:
+            return ""
+        version, model, groups = self.compatibility
+        try:
+            theirs = Compatibility(
+                model,
+                tuple(self._geometry(*group) for group in groups),
+                tuple(tuple(range(group[0])) if group[7] is None else group[7] for group in groups),
+                version,
+            )
+        except (KeyError, ValueError):  # It may be of a dtype that this PyTorch doesn't know.
+            return ""
+        return ours.difference(theirs)
+
+    def _geometry(
+        self,
+        num_layers: int,
+        num_parts: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: str,
+        page_size: int,
+        packing: str,
+        _: object,
+    ) -> Geometry:
+        return Geometry(
+            num_layers,
+            num_kv_heads,
+            head_dim,
+            _DTYPES[dtype],
+            page_size,
+            num_parts,
+            packing,
+            self.tp_rank,
+            self.tp_size,
+        )
+
     def pack(self, *, key: bytes | None) -> str:
-        """Return the ticket as JSON, sealed.
+        """Return the ticket as JSON, sealed; without `compatibility` if it is too long with it.
 
         Args:
             key: From `engine.envelope.derive`, or None.
@@ -94,6 +152,8 @@ class Ticket(BaseModel):
         """
         sealed = base64.b64encode(seal(self._digest(), key=key)).decode()
         text = json.dumps({**self.model_dump(), "seal": sealed}, separators=(",", ":"))
+        if len(text) > MAX_TICKET and self.compatibility is not None:
+            return self.model_copy(update={"compatibility": None}).pack(key=key)
         if len(text) > MAX_TICKET:
             raise ValueError(f"the ticket has {len(text)} bytes, more than {MAX_TICKET}")
         return text
@@ -136,3 +196,22 @@ class Ticket(BaseModel):
         fields = self.model_dump(exclude={"seal"})
         text = json.dumps(fields, separators=(",", ":"), sort_keys=True)
         return hashlib.sha256(text.encode()).digest()
+
+
+def describe(compatibility: Compatibility) -> Description:
+    """Return what a cache holds as a ticket has it."""
+    groups = []
+    for geometry, layers in zip(compatibility.geometries, compatibility.layers, strict=True):
+        groups.append(
+            (
+                geometry.num_layers,
+                geometry.num_parts,
+                geometry.num_kv_heads,
+                geometry.head_dim,
+                str(geometry.dtype).removeprefix("torch."),
+                geometry.page_size,
+                geometry.packing,
+                None if layers == tuple(range(len(layers))) else layers,
+            )
+        )
+    return compatibility.version, compatibility.model, tuple(groups)

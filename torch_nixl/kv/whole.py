@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    from torch_nixl.engine.streams import StreamOrder
     from torch_nixl.kv.handoff import Handoff
     from torch_nixl.kv.plan import Run
 
@@ -15,6 +16,11 @@ class Whole(Protocol):
     @property
     def num_ready(self) -> int:
         """Layers that the model has computed; prefill's."""
+        ...
+
+    @property
+    def order(self) -> StreamOrder | None:
+        """What has to run before pages are touched that it fills; None for host memory."""
         ...
 
     @property
