@@ -9,6 +9,7 @@ import time
 
 import torch
 import torch.distributed as dist
+from stopping import stop_process
 
 import torch_nixl
 from torch_nixl.p2p.communicator import Communicator
@@ -157,7 +158,7 @@ def stopped(rank: Rank) -> str:
     verdict = ""
     try:
         if pid:
-            os.kill(pid, signal.SIGSTOP)
+            stop_process(pid)
         torch_nixl.all_reduce_tensor(torch.ones(LARGE), group=group, timeout=1.5)
     except torch_nixl.TransferTimeout as error:
         verdict = str(error)

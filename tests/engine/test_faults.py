@@ -14,6 +14,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
+from stopping import stop_process
 
 from torch_nixl._testing.rank_worker import Rank
 from torch_nixl.engine import transfer
@@ -186,7 +187,7 @@ def reads_from_an_owner_that_is_stopped(rank: Rank) -> None:
     connection.claim(offer, [tensor_memory(torch.zeros(1000))]).wait()
     offer, _ = take(connection, store, "second")
     third, _ = take(connection, store, "third")
-    os.kill(pid, signal.SIGSTOP)
+    stop_process(pid)
     try:
         started = time.monotonic()
         late = connection.claim(offer, [tensor_memory(torch.zeros(1000))], timeout=0.5)
@@ -214,7 +215,7 @@ def exposes_to_a_reader_that_is_stopped(rank: Rank) -> None:
         pid = get(store, "reader")
         assert isinstance(pid, int)
         connection.progress.wait_until(lambda: exposed.remote is not None, time.monotonic() + 10)
-        os.kill(pid, signal.SIGSTOP)
+        stop_process(pid)
         try:
             started = time.monotonic()
             with pytest.raises(TransferTimeout):

@@ -12,6 +12,7 @@ import time
 
 import pytest
 import torch
+from stopping import stop_process
 
 from torch_nixl._testing.rank_worker import Rank
 from torch_nixl.engine import contacts, remotes
@@ -87,7 +88,7 @@ def gives_up_a_stopped_process_that_lives(rank: Rank) -> None:
             contact, lost, again = (unpack(text, hasty) for text in packed)
             read(contact, hasty)
             store.set("own", pack(hasty.expose(READ, [tensor_memory(source)]).offer()))
-            os.kill(pid, signal.SIGSTOP)
+            stop_process(pid)
             try:
                 active = hasty.claim(lost, [tensor_memory(torch.zeros(100))])
                 with pytest.raises(PeerLostError, match="peer_timeout"):

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 
 import torch
+from stopping import stop_process
 
 import torch_nixl
 from field.two import LARGE
@@ -144,7 +145,7 @@ def abort_beside_a_stopped_rank(rank: Rank) -> bool:
     pid = int(communicator.recv(2))
     if rank.rank == 0:
         communicator.recv(1)  # That rank, too, has what it needs.
-        os.kill(pid, signal.SIGSTOP)
+        stop_process(pid)
         communicator.send(torch.tensor(1), 1)
     else:
         communicator.send(torch.tensor(1), 0)

@@ -10,9 +10,9 @@ import random
 import signal
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
+from stopping import stop_process
 
 import torch_nixl
 from kv.worlds import LAYERS, PAGE, Decode, Prefill, nothing_held, tensors, until
@@ -237,13 +237,6 @@ def left(rank: Rank) -> None:
     peer.close()
 
 
-def _stands_still(pid: int) -> bool:
-    """Whether SIGSTOP has taken effect: one thread has to be scheduled first to stop the others."""
-    threads = Path(f"/proc/{pid}/task").iterdir()
-    states = [(one / "stat").read_text().rpartition(")")[2].split()[0] for one in threads]
-    return set(states) == {"T"}
-
-
 def stopped(rank: Rank) -> list[str]:
     """Rank 1 stands still with four requests half through; later it goes on."""
     peer = Peer(rank)
@@ -259,9 +252,8 @@ def stopped(rank: Rank) -> list[str]:
         peer.close()
         return []
     pid = int(peer.store.get("pid"))
-    os.kill(pid, signal.SIGSTOP)
+    stop_process(pid)
     try:
-        until(lambda: _stands_still(pid))
         for request in requests[:2]:
             request.cancel()
         for request in requests[2:]:  # Not before: on a busy machine the half may take as long.

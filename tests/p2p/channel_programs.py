@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from stopping import stop_process
 from torch.distributed import FileStore
 
 import torch_nixl
@@ -138,7 +139,7 @@ def stopped(rank: Rank) -> bool:
         fill(channel, 1)
         channel.send()
         pid = int(communicator.recv(1))
-        os.kill(pid, signal.SIGSTOP)
+        stop_process(pid)
         try:
             fill(channel, 2)
             work = channel.isend(timeout=0.3)

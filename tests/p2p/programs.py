@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from stopping import stop_process
 
 import torch_nixl
 from torch_nixl.p2p import protocol
@@ -346,7 +347,7 @@ def stopped(rank: Rank) -> bool:
             return bool((received == 2.0).all())
         pid = int(communicator.recv(1))
         communicator.send(torch.tensor(5), 1, tag=1)
-        os.kill(pid, signal.SIGSTOP)
+        stop_process(pid)
         try:
             started = time.monotonic()
             work = communicator.isend(torch.ones(HUGE), 1, tag=2, timeout=0.3)

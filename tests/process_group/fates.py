@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+from stopping import stop_process
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_nixl
@@ -88,7 +89,7 @@ def stopped(rank: Rank) -> str:
             store.set("pid", str(os.getpid()))
         pid = int(store.get("pid"))
         if rank.rank == 0:
-            os.kill(pid, signal.SIGSTOP)
+            stop_process(pid)
         try:
             if rank.rank == last:
                 # Runs on once it is let go.

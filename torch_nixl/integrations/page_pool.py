@@ -105,7 +105,7 @@ class PagePool:
                 bisect.insort(self._free, page)
 
     def write(self, cache: DynamicCache, pages: list[int]) -> None:
-        """Copy a cache's keys and values into pages.
+        """Copy a cache's keys and values into pages: on a device, by its current stream.
 
         Args:
             cache: Of one sequence.
@@ -126,7 +126,6 @@ class PagePool:
         for index, parts in enumerate(layers):
             for part, values in enumerate(parts):
                 flat[index, part].index_copy_(0, slots, values.to(flat.device))
-        self._finish()
 
     def read(self, pages: list[int], num_tokens: int) -> DynamicCache:
         """Copy keys and values out of pages, into a cache of one sequence.
@@ -144,14 +143,10 @@ class PagePool:
                 for part in flat[index]
             )
             cache.update(keys, values, index)
-        self._finish()
+        if flat.device.type != "cpu":
+            # The pages change hands next, and their next holder may use another stream.
+            getattr(torch, flat.device.type).current_stream(flat.device).synchronize()
         return cache
-
-    def _finish(self) -> None:
-        """Wait for what a device has been told to do: the pages change hands next."""
-        device = self.tensor.device
-        if device.type != "cpu":
-            getattr(torch, device.type).synchronize(device)
 
     def _slots(self, pages: list[int], num_tokens: int) -> torch.Tensor:
         """Indices of the first tokens of pages, ``[num_tokens]``."""
