@@ -68,7 +68,8 @@ class Prefill:
         self.session = session
         self.connection = connection
         self.buffer = buffer
-        self.servers: dict[object, KVCacheServer] = {}
+        self.what: object = None
+        self.server: KVCacheServer | None = None
         self.offers: list[Offer] = []
 
     def serve(self) -> None:
@@ -77,13 +78,18 @@ class Prefill:
             if what == "idle":
                 self.session.exchange(self.idle())
                 continue
-            server = self.servers.get(what)
-            if server is None:
-                cache = smollm(self.buffer) if what == "smollm" else caches(self.buffer, what)
-                server = self.servers[what] = KVCacheServer(self.connection, cache, lease=600.0)
-            offer = server.offer("bench", pages, num_tokens)
+            offer = self.serving(what).offer("bench", pages, num_tokens)
             self.offers = [one for one in self.offers if not one.released] + [offer]
             self.session.exchange(offer.ticket)
+
+    def serving(self, what: object) -> KVCacheServer:
+        """A server of pages cut so; one at a time, as all are of the same memory."""
+        if self.server is None or self.what != what:
+            if self.server is not None:
+                self.server.close()
+            cache = smollm(self.buffer) if what == "smollm" else caches(self.buffer, int(str(what)))
+            self.server, self.what = KVCacheServer(self.connection, cache, lease=600.0), what
+        return self.server
 
     def idle(self) -> float:
         """Share of a core that this process uses while pages are on offer and nobody comes."""
