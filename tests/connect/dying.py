@@ -381,9 +381,11 @@ def _be(role: str, one: Round) -> None:
 def _reach(moment: str, operation: Any, seconds: float = WAIT_SECONDS) -> None:
     """Return at the moment to act, or once so many seconds have passed."""
     from torch_nixl.connect import OperationStatus
+    from torch_nixl.errors import TorchNixlError
 
     if moment == "after":
-        operation.wait(seconds)
+        with contextlib.suppress(TorchNixlError):  # The other side may have cancelled.
+            operation.wait(seconds)
     elif moment == "middle":
         engine = operation._operation
         until = time.monotonic() + seconds
