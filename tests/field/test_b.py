@@ -15,7 +15,6 @@ import torch
 from connect.pairs import DEADLINE, Pair, pattern
 
 from torch_nixl import connect
-from torch_nixl.engine.memory import tensor_memory
 from torch_nixl.errors import RegistrationError
 from torch_nixl.testing import LoopbackConnector, LoopbackFabric, Rank, run_ranks
 
@@ -86,12 +85,16 @@ def test_b7_tensors_that_share_memory(pair: Pair, over: str) -> None:
         fabric = LoopbackFabric()
         pair = Pair(LoopbackConnector(fabric), LoopbackConnector(fabric))
     x, target = torch.arange(10.0), torch.zeros(2)
+    registry = pair.owner.connection().engine.registry
+    registry.collect()
+    before = registry.statistics.deregistrations
     whole, part = pair.readable(x), pair.readable(x[0:2])
     pair.read(whole.metadata(), torch.zeros(10)).wait(DEADLINE)
     whole.wait(DEADLINE)
     del whole
     gc.collect()
-    assert pair.owner.connection().engine.registry.is_registered(tensor_memory(x))
+    registry.collect()
+    assert registry.statistics.deregistrations == before
     pair.read(part.metadata(), target).wait(DEADLINE)
     assert target.tolist() == [0.0, 1.0]
 
