@@ -230,7 +230,7 @@ def meet(engine: Engine, understood: Understood, blob: bytes, info: BlobInfo) ->
         if error.remote == owner:
             raise
         # NIXL's refusal does not say whom it concerns.
-        raise PeerLostError(f"{owner} can't be reached: {error}", remote=owner) from error
+        raise PeerLostError(f"{owner}: {error}", remote=owner) from error
     if foreign is not (remote.contact is Contact.FOREIGN) and remote.lost_error is None:
         raise MetadataError(
             f"{owner!r} is known as {'a' if foreign else 'no'} worker of torch_nixl, and the "
