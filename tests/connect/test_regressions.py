@@ -15,9 +15,13 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from connect.pairs import DEADLINE, Pair, bounded, describe
+from connect.pairs import DEADLINE, Pair, bounded, describe, pattern
 from torch_nixl import connect
-from torch_nixl.errors import TransferError
+from torch_nixl.engine import host, remotes
+from torch_nixl.engine.grants import GrantState
+from torch_nixl.engine.passive import PassiveOperation
+from torch_nixl.errors import TransferError, TransferTimeout
+from torch_nixl.testing import LoopbackConnector, LoopbackFabric
 
 MOVES: dict[str, Callable[[torch.Tensor], object]] = {
     "resize": lambda tensor: tensor.resize_(1 << 20),
@@ -164,3 +168,31 @@ def test_an_operation_that_has_ended_is_not_published(pair: Pair) -> None:
 def test_a_descriptor_is_not_pickled() -> None:
     with pytest.raises(TypeError, match="metadata"):
         pickle.dumps(connect.Descriptor(torch.ones(4)))
+
+
+def test_memory_of_a_dead_peer_is_kept_until_what_it_sent_has_ended_here(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Over TCP this process reads and writes for the dead one: to free the memory at once kills."""
+    fabric = LoopbackFabric()
+    owner = LoopbackConnector(fabric, "owner", timeout=DEADLINE)
+    reader = LoopbackConnector(fabric, "reader", timeout=DEADLINE)
+    two = Pair(owner, reader)
+    monkeypatch.setattr(remotes, "SETTLING_LOOKS", 1 << 30)
+    # It dies before it has said how it ended.
+    monkeypatch.setattr(PassiveOperation, "on_done", lambda self, remote, frame: None)
+    exposed = two.readable(pattern(64))
+    reading = two.read(exposed.metadata(), bytearray(64))
+    engine = owner.connection().engine
+    passive = exposed._passive
+    reading.wait(DEADLINE)
+    assert passive.grant.state is GrantState.GRANTED
+    monkeypatch.setattr(host, "is_alive", lambda identity: False)
+    with pytest.raises(TransferTimeout):
+        exposed.cancel(timeout=0.2)
+    assert passive.remote is not None and engine.contacts.is_gone(passive.remote)
+    assert passive.memories and not passive.released
+    monkeypatch.setattr(remotes, "SETTLING_LOOKS", 3)
+    assert exposed.wait_released(DEADLINE)
+    for one in (owner, reader):
+        one.abort()

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import random
 import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from connect.pairs import DEADLINE, Pair, pattern
 
 from torch_nixl import connect
 from torch_nixl.errors import RegistrationError
-from torch_nixl.testing import Rank, run_ranks
+from torch_nixl.testing import LoopbackConnector, LoopbackFabric, Rank, run_ranks
 
 
 def recycle(pair: Pair) -> None:
@@ -77,13 +78,23 @@ def test_b5_deregistered_while_in_use(pair: Pair) -> None:
     assert bool(target.all())
 
 
-def test_b7_tensors_that_share_memory(pair: Pair) -> None:
+@pytest.mark.parametrize("over", ["nixl", "loopback"])
+def test_b7_tensors_that_share_memory(pair: Pair, over: str) -> None:
+    """NIXL reads what its owner has deregistered, too; the loopback does not."""
+    if over == "loopback":
+        fabric = LoopbackFabric()
+        pair = Pair(LoopbackConnector(fabric), LoopbackConnector(fabric))
     x, target = torch.arange(10.0), torch.zeros(2)
+    registry = pair.owner.connection().engine.registry
+    registry.collect()
+    before = registry.statistics.deregistrations
     whole, part = pair.readable(x), pair.readable(x[0:2])
     pair.read(whole.metadata(), torch.zeros(10)).wait(DEADLINE)
     whole.wait(DEADLINE)
     del whole
     gc.collect()
+    registry.collect()
+    assert registry.statistics.deregistrations == before
     pair.read(part.metadata(), target).wait(DEADLINE)
     assert target.tolist() == [0.0, 1.0]
 
@@ -156,6 +167,30 @@ def test_b13_a_refused_registration_is_an_error_with_the_size(
             connect.Descriptor(bytearray(4096)).register_with_connector(connection)
 
 
+@pytest.mark.parametrize("cancels", ["reader", "owner"])
+def test_b14_what_was_cancelled_is_written_to_no_more(
+    monkeypatch: pytest.MonkeyPatch, cancels: str
+) -> None:
+    """Over TCP, where bytes are under way for a while, and releasing a transfer stops none."""
+    monkeypatch.setenv("UCX_TLS", "tcp,self")
+    source = torch.ones(1 << 26, dtype=torch.uint8)
+    target = torch.zeros_like(source)
+    with connect.Connector() as owner, connect.Connector() as other:
+        pair = Pair(owner, other)
+        pair.move(torch.ones(10), torch.zeros(10))
+        for _ in range(5):
+            exposed = pair.readable(source)
+            reading = pair.read(exposed.metadata(), target)
+            while not (reading._operation.in_flight or reading._operation.done):
+                time.sleep(0.0002)
+            (reading if cancels == "reader" else exposed).cancel(timeout=DEADLINE)
+            assert reading.wait_released(DEADLINE)
+            target.fill_(7)
+            pair.move(torch.ones(10), torch.zeros(10))
+            time.sleep(0.02)
+            assert bool((target == 7).all())
+
+
 def test_b14_cancelled_or_dropped_at_once(pair: Pair) -> None:
     source = torch.ones(1 << 26, dtype=torch.uint8)
     for turn in range(20):
@@ -208,16 +243,24 @@ def test_b18_a_dropped_operation_is_not_overwritten_by_the_next(pair: Pair) -> N
 
 
 def test_b20_temporaries_from_callbacks_and_tasks(pair: Pair) -> None:
-    targets = [np.zeros(1000, np.uint8) for _ in range(2)]
+    size = 50_000
+    targets = [np.zeros(size, np.uint8) for _ in range(2)]
     exposed = [pair.writable(target) for target in targets]
+    junk: list[bytes] = []
+
+    def overwrite() -> None:
+        """Take whatever memory was given back, if it was."""
+        junk.extend(bytes([number]) * (size - 33) for number in range(20))
 
     def in_a_thread() -> None:
-        pair.write(bytes(pattern(1000, 1)), exposed[0].metadata())
+        pair.write(bytes(pattern(size, 1)), exposed[0].metadata())
+        overwrite()
 
     async def in_a_task() -> None:
         async def write() -> None:
             told = exposed[1].metadata()
-            await pair.other.begin_write(connect.Descriptor(bytes(pattern(1000, 2))), told)
+            await pair.other.begin_write(connect.Descriptor(bytes(pattern(size, 2))), told)
+            overwrite()
 
         await asyncio.create_task(write())
 
@@ -227,4 +270,4 @@ def test_b20_temporaries_from_callbacks_and_tasks(pair: Pair) -> None:
     asyncio.run(in_a_task())
     for number, operation in enumerate(exposed):
         operation.wait(DEADLINE)
-        assert np.array_equal(targets[number], pattern(1000, number + 1))
+        assert np.array_equal(targets[number], pattern(size, number + 1))

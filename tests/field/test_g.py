@@ -23,7 +23,9 @@ def test_g1_a_tensor_without_elements(pair: Pair) -> None:
 
 
 def test_g2_normal_memory_after_empty_memory(pair: Pair) -> None:
+    before = pair.owner.statistics().registrations
     pair.move(torch.empty(0), torch.empty(0))
+    assert pair.owner.statistics().registrations == before, "memory of no bytes was registered"
     source, target = torch.rand(100), torch.zeros(100)
     pair.move(source, target)
     assert torch.equal(source, target)

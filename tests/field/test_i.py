@@ -9,9 +9,10 @@ import sys
 
 import pytest
 import torch
-from connect.pairs import Pair, pattern
+from connect.pairs import DEADLINE, Pair, pattern
 
 from torch_nixl import connect
+from torch_nixl.errors import PeerLostError
 
 REFUSED = (ValueError, TypeError)
 
@@ -74,4 +75,14 @@ def test_i5_a_transport_that_does_not_exist_is_named() -> None:
         },
         check=True,
     )
-    assert "UCX" in finished.stdout
+    assert "UCX_TLS=nonsense" in finished.stdout, "the setting that is wrong"
+    assert "UCX_TLS must include tcp" in finished.stdout, "what to do"
+
+
+def test_i5_a_peer_that_can_not_be_reached_is_named(pair: Pair) -> None:
+    with connect.Connector("worker-17") as gone:
+        exposed = connect.ReadableOperation(gone.connection(), connect.Descriptor(bytearray(8)))
+        told = exposed.metadata()
+        name = gone.connection().name
+    with pytest.raises(PeerLostError, match=name):
+        pair.read(told, bytearray(8)).wait(DEADLINE)

@@ -224,7 +224,13 @@ def meet(engine: Engine, understood: Understood, blob: bytes, info: BlobInfo) ->
             # dynamo's agents have the same name after a restart.
             why = f"{owner} was restarted"
             engine.contacts.lose(known, PeerLostError(why, remote=owner))
-    remote = engine.contact(owner, blob, foreign=foreign)
+    try:
+        remote = engine.contact(owner, blob, foreign=foreign)
+    except PeerLostError as error:
+        if error.remote == owner:
+            raise
+        # NIXL's refusal does not say whom it concerns.
+        raise PeerLostError(f"{owner}: {error}", remote=owner) from error
     if foreign is not (remote.contact is Contact.FOREIGN) and remote.lost_error is None:
         raise MetadataError(
             f"{owner!r} is known as {'a' if foreign else 'no'} worker of torch_nixl, and the "

@@ -378,6 +378,15 @@ class Contacts:
             return lost and time.monotonic() - remote.lost_at > OFF_HOST_SECONDS
         return not host.is_alive(identity)
 
+    def has_let_go(self, remote: Remote) -> bool:
+        """Whether memory that a remote was granted may be given back: it is gone, and settled.
+
+        To be asked by the driver, again and again.
+        """
+        if remote.closed:
+            return True
+        return self.is_gone(remote) and remote.has_settled(time.monotonic())
+
     def path(self, remote: Remote) -> str:
         """Which way bytes take to a remote. See `Connection.path`."""
         identity = remote.identity

@@ -191,7 +191,7 @@ class PassiveOperation(Operation):
                 self._release()
             return
         remote = self.remote
-        if remote is None or not self._connection.contacts.is_gone(remote):
+        if remote is None or not self._connection.contacts.has_let_go(remote):
             return
         with self._connection.lock:
             if self.grant.state is GrantState.RELEASED:

@@ -17,6 +17,12 @@ if TYPE_CHECKING:
 MAX_KNOWN_REGIONS = 1 << 16
 """Regions of one remote after which it is forgotten and learned anew once nothing is under way."""
 
+SETTLING_LOOKS = 25
+"""Looks at a dead remote after which nothing of it is under way in this process any more."""
+
+SETTLING_SECONDS = 0.02
+"""Least time between two such looks that count; the driver polls between them."""
+
 MAX_LEARNED = 4096
 """Blobs that are remembered as known, so that their regions aren't looked up one by one."""
 
@@ -58,6 +64,8 @@ class Remote:
     __slots__ = (
         "_known",
         "_learned",
+        "_looked_at",
+        "_num_looks",
         "answered",
         "broken",
         "closed",
@@ -105,6 +113,8 @@ class Remote:
         self.epoch = 0
         self.sending = threading.Lock()
         self.num_known = 0
+        self._looked_at = 0.0
+        self._num_looks = 0
         self._known: dict[tuple[MemoryKind, int], list[tuple[int, int]]] = {}
         # By identity: a tree brings the same few hundred with each message.
         self._learned: dict[int, BlobInfo] = {}
@@ -143,6 +153,18 @@ class Remote:
             if region not in regions:
                 regions.append(region)
                 self.num_known += 1
+
+    def has_settled(self, now: float) -> bool:
+        """Whether what it had begun has ended in this process, too, now that its own is dead.
+
+        Over TCP it is this process that moves the bytes for it: what the dead one sent may still
+        lie in a socket, and be answered from memory or written to it by the next few polls. To be
+        asked by the driver again and again; each time that it has polled in between counts.
+        """
+        if now - self._looked_at >= SETTLING_SECONDS:
+            self._looked_at = now
+            self._num_looks += 1
+        return self._num_looks > SETTLING_LOOKS
 
     def some_address(self) -> int:
         """Where some host memory of it lies, or lay; 0 if none is known."""

@@ -538,7 +538,7 @@ class ReceiveOperation(Operation):
 
     def check_quarantine(self) -> None:
         remote = self.remote
-        if self._pushed and remote is not None and self._connection.contacts.is_gone(remote):
+        if self._pushed and remote is not None and self._connection.contacts.has_let_go(remote):
             self._pushed = 0
             self._connection.operations.busy.pop(self, None)
             self._part_ended(self._error)

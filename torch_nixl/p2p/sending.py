@@ -344,7 +344,7 @@ class SendOperation(Operation):
         self._conclude()
 
     def check_quarantine(self) -> None:
-        if self._done and self._connection.contacts.is_gone(self.peer.remote):
+        if self._done and self._connection.contacts.has_let_go(self.peer.remote):
             self._exposed = False
             self._conclude()
 
