@@ -99,11 +99,17 @@ def renamed(one: Row, prefix: str) -> Row:
 def alternate(
     contestants: Mapping[str, Callable[[], float]], rounds: int
 ) -> dict[str, list[float]]:
-    """Run on one rank, in turn, what another rank answers; return the figures of each."""
+    """Run on one rank, in turn, what another rank answers; return the figures of each.
+
+    Every second round goes backwards, so that nobody always finds the caches as the same one left
+    them.
+    """
     figures: dict[str, list[float]] = {name: [] for name in contestants}
+    names = list(contestants)
     for _ in range(rounds):
-        for name, run in contestants.items():
-            figures[name].append(run())
+        for name in names:
+            figures[name].append(contestants[name]())
+        names.reverse()
     return figures
 
 

@@ -205,6 +205,9 @@ class Session:
     def measure(self, case: Case, tick: Callable[[], None] = lambda: None) -> Measurement:
         """Let contestants take turns; every rank calls this with the same case.
 
+        Every second round goes backwards, so that nobody always finds the caches as the same one
+        left them.
+
         Args:
             case: What to measure.
             tick: Called after each round.
@@ -213,8 +216,10 @@ class Session:
         counts = {name: self._count(run) for name, run in contestants.items()}
         seconds: dict[str, list[float]] = {name: [] for name in contestants}
         p99: dict[str, list[float]] = {name: [] for name in contestants}
+        names = list(contestants)
         for _ in range(self.options.rounds):
-            for name, run in contestants.items():
+            for name in names:
+                run = contestants[name]
                 self.barrier()
                 count = counts[name]
                 started = time.perf_counter()
@@ -230,6 +235,7 @@ class Session:
                     p99[name].append(tail / case.share)
                 # On busy cores some runs take a thousand times as long as most.
                 counts[name] = min(count, _fitting(count, wall))
+            names.reverse()
             tick()
         return Measurement(what=case.what, nbytes=case.nbytes, seconds=seconds, p99=p99)
 
