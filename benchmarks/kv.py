@@ -10,9 +10,11 @@ nobody and tell nobody.
 
 from __future__ import annotations
 
+import contextlib
 import resource
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from statistics import median
 from typing import Any
 
@@ -275,6 +277,24 @@ def timed(run: Any) -> float:
     return time.perf_counter() - started
 
 
+@contextlib.contextmanager
+def polled(raw: RawAgent) -> Iterator[None]:
+    """Have an agent polled now and then: once in many reads UCX wants a word of the other side."""
+    ended = threading.Event()
+
+    def poll() -> None:
+        while not ended.wait(0.002):
+            raw.poll()
+
+    thread = threading.Thread(target=poll)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
 def body(session: Session) -> Rows:
     buffer = torch.zeros(BUFFER, dtype=torch.uint8)
     raw = RawAgent(session, buffer)
@@ -282,7 +302,8 @@ def body(session: Session) -> Rows:
     # First contact of the raw agents takes both.
     if session.rank == 0:
         session.wait_while(raw.poll)
-        Prefill(session, connection, buffer).serve()
+        with polled(raw):
+            Prefill(session, connection, buffer).serve()
     else:
         raw.move(False, 4096, b"")
         session.barrier()

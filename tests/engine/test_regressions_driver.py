@@ -19,7 +19,7 @@ from torch_nixl.engine.grants import Claimant
 from torch_nixl.engine.loopback import LoopbackFabric
 from torch_nixl.engine.memory import Memory, tensor_memory
 from torch_nixl.engine.passive import PassiveOperation
-from torch_nixl.engine.progress import Progress
+from torch_nixl.engine.progress import BRISK_FOR_SECONDS, BRISK_SECONDS, WAIT_SECONDS, Progress
 from torch_nixl.errors import ClosedError, TransferCancelled
 
 READ = Direction.READ
@@ -141,6 +141,20 @@ def test_a_callback_that_keeps_the_only_waiter_does_not_stop_the_polls() -> None
     progress.wait_until(lambda: bool(seen), time.monotonic() + 8)
     progress.stop()
     assert seen == [True]
+
+
+def test_a_driver_that_expects_a_question_is_brisk_for_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    progress = Progress(Polled(), "t")
+    assert progress._longest_sleep() == WAIT_SECONDS
+    progress.expect()
+    assert progress._longest_sleep() == BRISK_SECONDS
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + BRISK_FOR_SECONDS)
+    assert progress._longest_sleep() == WAIT_SECONDS
+    monkeypatch.undo()
+    progress.stop()
 
 
 # The connection's end.

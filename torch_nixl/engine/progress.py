@@ -129,6 +129,7 @@ class Progress:
         self._contended_until = 0.0
         self._stepped_at = 0.0
         self._news_at = 0.0
+        self._expected_until = 0.0
         self._driver = 0
         self._waited_at = 0.0
         self._num_waiting = 0
@@ -341,7 +342,10 @@ class Progress:
 
     def _longest_sleep(self) -> float:
         """Longest sleep between two polls of the one thread that polls while someone waits."""
-        brisk = time.monotonic() - self._news_at < BRISK_FOR_SECONDS and self._driven.is_moving()
+        now = time.monotonic()
+        brisk = now < self._expected_until or (
+            now - self._news_at < BRISK_FOR_SECONDS and self._driven.is_moving()
+        )
         return BRISK_SECONDS if brisk else WAIT_SECONDS
 
     def _promote(self) -> None:
@@ -387,6 +391,11 @@ class Progress:
                     self._thread.start()
         if self._resting:
             self._wake.set()
+
+    def expect(self) -> None:
+        """A peer is about to ask for something, and waits for the answer: be brisk for a while."""
+        self._expected_until = time.monotonic() + BRISK_FOR_SECONDS
+        self.kick()
 
     def after_fork(self) -> None:
         """Replace locks that other threads held at the fork; there is no background thread here."""

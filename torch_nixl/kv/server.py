@@ -132,7 +132,7 @@ class KVCacheServer(Service):
             self._offers[granted.name] = offer
             self.enter(offer)
             self.figures.offers += 1
-        self.connection.progress.kick()
+        self.connection.progress.expect()
         return offer
 
     def _ticket(self, lease: Lease, milliseconds: int) -> str:
