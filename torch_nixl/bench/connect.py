@@ -6,6 +6,7 @@ import json
 import os
 import secrets
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -118,6 +119,7 @@ class _Program:
 
     def __init__(self, session: Session, python: str, module: str) -> None:
         self._name = module
+        self._session = session
         self._process: subprocess.Popen[bytes] | None = None
         self._buffer = b""
         self._start_error = ""
@@ -165,11 +167,19 @@ class _Program:
 
     def rounds(self, nbytes: int, count: int) -> list[float]:
         """Read so many times; return what each took on this side."""
-        if self._process is None:
-            return [0.0]
-        self._ask({"nbytes": nbytes, "count": count})
-        taken: list[float] = self._answer()
+        taken = [0.0]
+        if self._process is not None:
+            self._process.send_signal(signal.SIGCONT)
+            self._ask({"nbytes": nbytes, "count": count})
+            taken = self._answer()
+        self._session.barrier()
+        self._rest()
         return taken
+
+    def _rest(self) -> None:
+        """Stand still until the next turn: a library's threads may spin while nothing is to do."""
+        if self._process is not None:
+            self._process.send_signal(signal.SIGSTOP)
 
     def _ask(self, what: Mapping[str, object]) -> None:
         assert self._process is not None and self._process.stdin is not None
@@ -201,6 +211,7 @@ class _Program:
     def _end(self) -> None:
         process = self._process
         assert process is not None and process.stdin is not None and process.stdout is not None
+        process.send_signal(signal.SIGCONT)
         with suppress(BrokenPipeError):
             process.stdin.close()
         try:
