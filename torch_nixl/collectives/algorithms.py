@@ -30,7 +30,7 @@ def barrier(port: Port, token: torch.Tensor) -> Steps:
 
     Args:
         port: The group.
-        token: ``[0]``.
+        token: ``[1]``: what is empty has no address, and takes longer to look at.
     """
     yield None
     distance = 1

@@ -381,7 +381,7 @@ def barrier(
 
 
 _BARRIER: Final = sign("barrier", "")
-_TOKEN: Final = torch.empty(0, dtype=torch.uint8)
+_TOKEN: Final = torch.zeros(1, dtype=torch.uint8)
 
 
 def _barrier(port: Port) -> Steps:
