@@ -518,4 +518,10 @@ def again(rank: Rank, times: int) -> int:
             assert float(one) == turn * rank.world_size
             group = dist.new_group()
             dist.all_reduce(one, group=group)
+    # What another rank leaves behind is not there while it is still closing.
+    (rank.directory / f"closed{rank.rank}").touch()
+    deadline = time.monotonic() + 20
+    while len(list(rank.directory.glob("closed*"))) < rank.world_size:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
     return rank.store().num_keys()
