@@ -42,19 +42,6 @@ def two(request: pytest.FixtureRequest, pair: Pair) -> Iterator[Pair]:
     made.other.close()
 
 
-@pytest.fixture
-def device() -> FakeDevice:
-    return FakeDevice()
-
-
-@pytest.fixture
-def slow() -> Iterator[threading.Event]:
-    """What a slow kernel waits for. Set at the end, so that no stream's thread is left behind."""
-    event = threading.Event()
-    yield event
-    event.set()
-
-
 def busy(device: FakeDevice, slow: threading.Event) -> FakeStream:
     """Return a stream that does nothing before `slow` is set."""
     stream = device.new_stream()

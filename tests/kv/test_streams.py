@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -50,19 +50,6 @@ from torch_nixl.testing import FakeDevice, FakeStream, LoopbackFabric
 
 MODES = ("pull", "push")
 BOTH = pytest.mark.parametrize("mode", MODES)
-
-
-@pytest.fixture
-def device() -> FakeDevice:
-    return FakeDevice()
-
-
-@pytest.fixture
-def slow() -> Iterator[threading.Event]:
-    """What a slow kernel waits for. Set at the end, so that no stream's thread is left behind."""
-    event = threading.Event()
-    yield event
-    event.set()
 
 
 def queued(
