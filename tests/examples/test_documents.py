@@ -67,6 +67,24 @@ PARTS = (
         "    client.close()\n",
         of_second="# where the answer is written",
     ),
+    Part(
+        "def prefill(server, compute_layer, layers, pages, num_tokens):",
+        "pool = [torch.full((2, 16, 16, 3, 8), 1.0 - rank) for _ in range(2)]\n"
+        "cache = torch_nixl.KVCache(pool, model='tiny')\n"
+        "def compute_layer(layer): pool[layer] += 1.0\n"
+        "def attend(pages): assert all(bool((one[:, pages] == 2.0).all()) for one in pool)\n",
+        "if rank == 0:\n"
+        "    server = torch_nixl.KVCacheServer(connection, cache)\n"
+        "    offer = prefill(server, compute_layer, [0, 1], [3, 1], 32)\n"
+        "    communicator.send_object(offer.ticket, 1)\n"
+        "    communicator.recv_object(1)\n"
+        "    server.close()\n"
+        "else:\n"
+        "    client = torch_nixl.KVCacheClient(connection, cache)\n"
+        "    assert decode(client, communicator.recv_object(0), [7, 5], attend).error is None\n"
+        "    communicator.send_object('done', 0)\n"
+        "    client.close()\n",
+    ),
     Part("from torch_nixl import connect as nixl_connect", "", "nixl_connect.Connector"),
     Part(
         "with ReadableOperation(connection, Descriptor(tensor)) as operation:",
