@@ -190,8 +190,8 @@ def soak(session: Session) -> Rows:
     # What arrives and isn't taken in grows in NIXL, out of sight: all that was sent has to be here.
     expected = SOAK_OPERATIONS * (2 if session.rank == 0 else 1)
     yield Row(f"messages taken in, rank {session.rank}", frames, "", 1.001, expected)
-    # Which regions a remote told (4,096 blobs, five objects each), and why ended operations ended, is
-    # remembered within bounds.
+    # Which regions a remote told (4,096 blobs, five objects each), and why ended operations ended,
+    # is remembered within bounds.
     allowed = {"MiB": 16.0, "objects": 40_000.0}
     for name in after:
         yield Row(
