@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Iterator
 
@@ -137,3 +138,25 @@ def test_rank_that_has_come_and_gone_is_met_without_its_key(fabric: LoopbackFabr
         a.recv(1)
     for connection in connections:
         connection.close()
+
+
+def test_who_has_left_is_not_told_that_this_side_leaves(
+    fabric: LoopbackFabric, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = HashStore()
+    connections = [Connection(fabric.adapter(f"agent{rank}")) for rank in range(2)]
+    a, b = (Communicator(store, rank, 2, connection=connections[rank]) for rank in range(2))
+    b.send(torch.ones(1), 0)
+    a.recv(1, timeout=DEADLINE)
+    for one, other in ((a, b), (b, a)):
+        remote = one._exchange.peers[other.rank].remote
+        answered = functools.partial(getattr, remote, "answered")
+        assert one.connection.progress.wait_until(answered, time.monotonic() + DEADLINE)
+    connections[0].progress.stop()  # Nobody takes in what b says from here on.
+    b.close()
+    connections[1].close()
+    told: list[str] = []
+    monkeypatch.setattr(connections[0].adapter, "notify", lambda name, _: told.append(name))
+    a.close()
+    connections[0].close()
+    assert told == []
