@@ -50,6 +50,7 @@ help:
 
 # Made afresh if an earlier attempt was cut short: its stamp is missing then.
 $(VENV)/.stamp-venv:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "torch_nixl needs Python 3.10 or newer, and $(PYTHON) is " + sys.version.split()[0] + ": say make PYTHON=python3.11, or what you have")'
 	$(PYTHON) -m venv --clear $(VENV)
 	@touch $@
 

@@ -95,6 +95,13 @@ except ModuleNotFoundError as exc:
     )
 
 
+def test_an_older_python_is_told_what_is_needed() -> None:
+    pretends = "import sys; sys.version_info, sys.version = (3, 9, 18, 'final', 0), '3.9.18 (main)'"
+    wants = "try:\n    import torch_nixl\nexcept ImportError as error:\n    print(error)"
+    told = _run(f"{pretends}\n{wants}").stdout
+    assert told == "torch_nixl needs Python 3.10 or newer; this is 3.9.18\n"
+
+
 def test_engine_modules_import_without_nixl() -> None:
     program = (
         "import sys; sys.modules['nixl'] = None; "

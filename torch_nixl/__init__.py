@@ -8,8 +8,12 @@ Names are loaded when they are first used. All that it does is to make the backe
 from __future__ import annotations
 
 import importlib
+import sys
 from types import ModuleType
 from typing import TYPE_CHECKING
+
+if sys.version_info < (3, 10):  # noqa: UP036 - pip would have refused; a clone on the path it can't
+    raise ImportError("torch_nixl needs Python 3.10 or newer; this is " + sys.version.split()[0])
 
 from torch_nixl.process_group.registration import register_when_loaded
 
