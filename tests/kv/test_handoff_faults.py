@@ -209,6 +209,30 @@ def test_decode_gives_up_in_the_middle(connect: Open, mode: str, layers: int) ->
 
 
 @pytest.mark.parametrize("mode", MODES)
+def test_pages_are_held_until_a_slow_mover_has_stopped(
+    fabric: LoopbackFabric, connect: Open, mode: str
+) -> None:
+    """The other side has heard that its peer gave up, but what it posted before still moves."""
+    prefill, decode = Prefill(connect("p")), Decode(connect("d"))
+    decode.fetch(mode, prefill.server.offer("met", [0], 16).ticket, [0]).wait(10)
+    mover = (decode if mode == "pull" else prefill).connection
+    fabric.delay(1, initiator=mover.name)
+    pages = range(1, 32)
+    offer = prefill.server.offer("one", pages, 31 * PAGE)
+    fetch = decode.fetch(mode, offer.ticket, pages)
+    until(lambda: any(one.in_flight for one in list(mover.operations.transfers)))
+    ours, theirs = (offer, fetch) if mode == "pull" else (fetch, offer)
+    ours.cancel()
+    with pytest.raises(TransferCancelled):
+        theirs.wait(10)
+    assert not ours.wait_released(0.2)
+    assert any(one.in_flight for one in list(mover.operations.transfers))
+    fabric.delay(None, initiator=mover.name)
+    assert over(offer, fetch)
+    assert not mover.operations.transfers
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_decode_gives_up_before_the_caches_have_met(
     fabric: LoopbackFabric, connect: Open, mode: str
 ) -> None:
