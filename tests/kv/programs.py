@@ -182,7 +182,7 @@ def _third(peer: Peer, other: int, word: str) -> None:
 
 
 def killed(rank: Rank) -> str:
-    """Rank 1 is killed with four requests half through; ranks 0 and 2 go on."""
+    """Rank 1 is killed with four requests half through, one given up; ranks 0 and 2 go on."""
     peer = Peer(rank)
     if rank.rank == 2:
         _third(peer, 0, "before")
@@ -196,13 +196,15 @@ def killed(rank: Rank) -> str:
     if rank.rank == 1:
         waiting = peer.prefill.server.offer("never", [5], 16)
         peer.store.set("ticket/never", waiting.ticket)
-        peer.say("ready")
-        peer.hear("half", 0)  # Not before its requests have come as far.
-        os.kill(os.getpid(), signal.SIGKILL)
-    peer.hear("ready", 1)
-    peer.say("half")
+        peer.store.set("pid", str(os.getpid()))
+        peer.hear("dead", 0)  # It is, by then.
+    pid = int(peer.store.get("pid"))
+    stop_process(pid)
+    requests[3].cancel()  # It wrote to these pages, and can't say any more that it has stopped.
+    assert not requests[3].wait_released(0.2)
+    os.kill(pid, signal.SIGKILL)
     names = _errors(requests, 15.0)
-    assert names == ["PeerLostError"] * 4, names
+    assert names == ["PeerLostError"] * 3 + ["TransferCancelled"], names
     for request in requests:
         assert request.wait_released(10), request
     until(peer.idle)
