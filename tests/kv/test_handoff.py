@@ -316,7 +316,7 @@ def soak(fabric: LoopbackFabric, connect: Open, count: int, seed: int) -> None:
 def test_many_requests_between_several_servers_and_clients(
     fabric: LoopbackFabric, connect: Open
 ) -> None:
-    soak(fabric, connect, 60, seed=3)
+    soak(fabric, connect, 200, seed=3)
 
 
 @pytest.mark.soak
