@@ -79,10 +79,11 @@ def both_send_first(rank: Rank) -> bool:
             for work in works:
                 work.wait()
             assert float(out[-1]) == other
+        started = time.monotonic()
         try:
             communicator.send(sent, other, tag=1, timeout=0.5)
         except torch_nixl.TransferTimeout:
-            pass
+            assert time.monotonic() - started < 10
         else:
             return False
         communicator.isend(torch.tensor(1), other, tag=2)

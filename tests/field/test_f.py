@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+import torch_nixl
 from field.two import DEADLINE, LARGE, Two
 from torch_nixl.p2p.tensors import MismatchError
 
@@ -64,6 +66,37 @@ def test_f6_tensors_of_one_shape_by_tag_in_another_order(two: Two, count: int) -
         assert torch.equal(two.b.recv(0, tag=tag), sent[f"key{tag}"])
     for work in works:
         work.wait(DEADLINE)
+
+
+@pytest.mark.parametrize("kind", ["tensor", "tree", "object"])
+def test_f6_the_functions_of_the_package_hand_the_tag_on(two: Two, kind: str) -> None:
+    send, isend, recv, irecv = (
+        getattr(torch_nixl, f"{form}_{kind}") for form in ("send", "isend", "recv", "irecv")
+    )
+    for tag in (1, 2):
+        send(torch.tensor(tag), 1, tag=tag, group=two.a)
+    for tag in (3, 4):
+        isend(torch.tensor(tag), 1, tag=tag, group=two.a).wait(DEADLINE)
+    for tag in (4, 2):
+        assert int(recv(0, tag=tag, group=two.b, timeout=DEADLINE)) == tag
+    for tag in (3, 1):
+        assert int(irecv(0, tag=tag, group=two.b).result(DEADLINE)) == tag
+
+
+def test_f6_a_batch_hands_the_tags_on(two: Two) -> None:
+    outs = {tag: torch.zeros(()) for tag in (3, 1, 2)}
+    sends = [
+        SimpleNamespace(op="isend", tensor=torch.tensor(1.0 * tag), peer=1, tag=tag, group=two.a)
+        for tag in (1, 2, 3)
+    ]
+    receives = [
+        SimpleNamespace(op="irecv", tensor=out, peer=0, tag=tag, group=two.b)
+        for tag, out in outs.items()
+    ]
+    works = torch_nixl.batch_isend_irecv(sends) + torch_nixl.batch_isend_irecv(receives)
+    for work in works:
+        work.wait(DEADLINE)
+    assert {tag: int(out) for tag, out in outs.items()} == {1: 1, 2: 2, 3: 3}
 
 
 def test_f8_the_receiver_need_not_know_the_shape(two: Two) -> None:

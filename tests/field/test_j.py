@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import logging
+import logging.handlers
 import os
 
 import pytest
@@ -57,7 +59,12 @@ def _exchange_without_ptrace(rank: Rank) -> None:
     # What a container without CAP_SYS_PTRACE or with a seccomp filter does: the kernel refuses
     # process_vm_readv and process_vm_writev on this process.
     ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
+    told = logging.handlers.BufferingHandler(100)
+    logging.getLogger("torch_nixl.performance").addHandler(told)
     _exchange(rank, store, "tcp")
+    # Rank 1 was asked for the path, and that after each size.
+    warnings = [record.getMessage() for record in told.buffer]
+    assert ["CMA: EPERM" in text for text in warnings] == [True] * rank.rank, warnings
     # Rank 0 holds the store.
     if rank.rank == 0:
         store.get("done")

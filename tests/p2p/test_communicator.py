@@ -388,8 +388,12 @@ def test_queued_send_times_out_by_itself(world: World) -> None:
     for _ in range(protocol.CREDIT_FRAMES):
         a.isend(torch.zeros(1), 1)
     late = a.isend(torch.zeros(1), 1, timeout=0.05)
+    ended = threading.Event()
+    late.add_done_callback(ended.set)
+    assert ended.wait(5), "nobody waits for it in the library"
     with pytest.raises(TransferTimeout, match="room"):
         late.wait()
+    assert a.statistics().outstanding == 0
     after = a.isend(torch.ones(1), 1)
     for _ in range(protocol.CREDIT_FRAMES):
         assert int(b.recv(0)) == 0
