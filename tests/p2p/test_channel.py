@@ -637,3 +637,14 @@ def test_what_the_other_end_made_and_closed_before_is_as_if_it_had_never_been(
         receiver.close()
         sender.close()
     assert both_released(a, b)
+
+
+def test_step_that_was_aborted_is_released_once_the_other_end_has_left(world: World) -> None:
+    sender, receiver = pair(world, lambda: torch.ones(HUGE))
+    a, b = sender._communicator, receiver._communicator
+    with a.connection.progress._driving:  # What the receiver says is taken in after the abort.
+        work = sender.isend()
+        receiver.recv()
+        a.abort()
+        b.abort()
+    assert work.wait_released(10)

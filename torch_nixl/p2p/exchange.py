@@ -329,6 +329,10 @@ class Exchange:
         """Whether nothing is outstanding but memory that a lost peer may still touch."""
         return all(one.quarantined for one in self.outstanding())
 
+    def is_exposed(self) -> bool:
+        """Whether peers may still touch memory of what was sent, or of channels."""
+        return bool(self.outbox.sends or self.channels.sessions)
+
     def say_leave(self) -> None:
         """Tell the peers that this side ends and touches their memory no more, where that is so."""
         for peer in list(self.peers.values()):

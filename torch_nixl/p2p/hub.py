@@ -36,7 +36,7 @@ _ANSWERED = frozenset(
 )
 
 # What receivers say of memory that is exposed to them.
-_LAST_WORDS = frozenset({protocol.DONE, protocol.LEAVE})
+_LAST_WORDS = frozenset({protocol.DONE, protocol.LEAVE, terms.BREAK})
 
 
 class Hub:
@@ -82,17 +82,17 @@ class Hub:
         """Take in no more but what receivers say of memory that they may still read."""
         self._forget_ended()
         if self._exchanges.get(exchange.context) is exchange:
-            if exchange.outbox.sends:
+            if exchange.is_exposed():
                 self._ending[exchange.context] = exchange
             del self._exchanges[exchange.context]
 
     def _forget_ended(self) -> None:
         for context, exchange in list(self._ending.items()):
-            if not exchange.outbox.sends:
+            if not exchange.is_exposed():
                 self._ending.pop(context, None)
 
     def _take_last_word(self, remote: Remote, kind: int, body: bytes) -> bool:
-        """Hand a frame to a closed Communicator whose sends have not ended, if it is for one."""
+        """Hand a frame to a closed Communicator that still exposes memory, if it is for one."""
         (context,) = protocol.CONTEXT.unpack_from(body)
         exchange = self._ending.get(context)
         peer = None if exchange is None else exchange.by_remote.get(remote)
