@@ -191,3 +191,16 @@ def test_worker_keeps_no_reference_to_what_it_has_done() -> None:
     assert done.wait(SECONDS)
     assert box == []
     assert storage.nbytes() == 4000
+
+
+def test_threads_of_a_forgotten_device_end() -> None:
+    device = FakeDevice("gone")
+    device.default_stream.launch(lambda: None)
+    device.default_stream.synchronize()
+    of_it = [one for one in threading.enumerate() if one.name.startswith("fake-gone")]
+    assert of_it
+    del device
+    gc.collect()
+    for thread in of_it:
+        thread.join(10)
+        assert not thread.is_alive()

@@ -8,7 +8,7 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 import torch
 
@@ -66,7 +66,7 @@ class CollectiveGroup:
         # The first that is of no use any more, once one has failed.
         self._failed_from = 0
         self._exchange.finishers.append(self.finish)
-        _listen(communicator.connection)[self._exchange.context] = self
+        communicator.connection.protocol(_listen)[self._exchange.context] = self
 
     def begin(
         self,
@@ -340,10 +340,9 @@ def _like(error: TorchNixlError, text: str) -> TorchNixlError:
     return made
 
 
-_Groups = weakref.WeakValueDictionary[int, CollectiveGroup]
+_Groups: TypeAlias = "weakref.WeakValueDictionary[int, CollectiveGroup]"
 
 _groups: weakref.WeakKeyDictionary[Communicator, CollectiveGroup] = weakref.WeakKeyDictionary()
-_listening: weakref.WeakKeyDictionary[Connection, _Groups] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 
 _HANDLERS: Final = {
@@ -365,12 +364,10 @@ def group_of(communicator: Communicator) -> CollectiveGroup:
 
 
 def _listen(connection: Connection) -> _Groups:
-    """The groups of a connection by context, which its frames go to. Holds `_lock`."""
-    groups = _listening.get(connection)
-    if groups is None:
-        groups = _listening[connection] = weakref.WeakValueDictionary()
-        for kind, handler in _HANDLERS.items():
-            connection.route(kind, _route(groups, handler))
+    """Make a connection's table of groups by context, which its frames go to."""
+    groups: _Groups = weakref.WeakValueDictionary()
+    for kind, handler in _HANDLERS.items():
+        connection.route(kind, _route(groups, handler))
     return groups
 
 

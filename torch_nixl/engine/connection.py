@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
+from typing import Any, TypeVar
 
 from torch_nixl.engine import ending, host, observers, starting, wire
 from torch_nixl.engine.active import ActiveOperation
@@ -51,6 +52,8 @@ DEFAULT_TIMEOUT = 300.0
 """Seconds after which an operation times out unless told otherwise."""
 
 _numbers = itertools.count(1)
+
+_P = TypeVar("_P")
 
 
 class Connection:
@@ -95,6 +98,8 @@ class Connection:
         self._dispatcher = Dispatcher(self)
         self.rounds = Rounds(self, self._dispatcher, self.deferred)
         self._claim_numbers = itertools.count(1)
+        self._protocols: dict[Callable[[Connection], Any], Any] = {}
+        self._protocols_lock = threading.Lock()
         self.closing = False
         self._closed: str = ""
         self.progress = Progress(self.rounds, adapter.name)
@@ -307,6 +312,21 @@ class Connection:
         self.deferred.add(ready, action)
         self.progress.kick()
 
+    def protocol(self, make: Callable[[Connection], _P]) -> _P:
+        """What a protocol above has on this Connection: `make`'s, which is called once.
+
+        Held by the Connection and by nothing else, so that both go together, however it ended.
+        """
+        with self._protocols_lock:
+            if make not in self._protocols:
+                self._protocols[make] = make(self)
+            found: _P = self._protocols[make]
+            return found
+
+    def has_protocol(self, make: Callable[[Connection], Any]) -> bool:
+        """Whether a protocol above works on this Connection yet."""
+        return make in self._protocols
+
     def route(self, kind: int, handler: FrameHandler) -> None:
         """Have frames of a protocol above handled: in the driver, in order of arrival."""
         self._dispatcher.route(kind, handler)
@@ -346,6 +366,7 @@ class Connection:
         self._closed = "this process was forked; make a connection of its own"
         self.adapter.disown()
         self.lock = threading.Lock()
+        self._protocols_lock = threading.Lock()
         self.operations.after_fork(self.lock)
         self.contacts.after_fork()
         self.progress.after_fork()

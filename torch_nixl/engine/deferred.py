@@ -6,8 +6,10 @@ Pure: no torch, no devices.
 from __future__ import annotations
 
 import logging
+import queue
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 
@@ -80,13 +82,14 @@ def _watch() -> None:
 class Worker:
     """A thread that does one thing after the other, started when first needed.
 
-    A daemon: it sleeps without holding anything unless a device is at work.
+    A daemon: it sleeps without holding anything unless a device is at work. It ends when nobody
+    can submit anything any more.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._jobs: deque[Callable[[], None]] = deque()
-        self._wake = threading.Semaphore(0)
+        # Unlike a lock, this one can be entered by a finalizer that interrupts its own use.
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
@@ -95,26 +98,32 @@ class Worker:
         if self._thread is None and not self._start():
             job()
             return
-        self._jobs.append(job)
-        self._wake.release()
+        self._jobs.put(job)
 
     def _start(self) -> bool:
         """Start the thread; return False if the interpreter is exiting, and takes no new ones."""
         with self._lock:
             if self._thread is None:
-                thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                # It is given no reference to this object.
+                thread = threading.Thread(
+                    target=_work, args=(self._jobs,), name=self._name, daemon=True
+                )
                 try:
                     thread.start()
                 except RuntimeError:
                     return False
                 self._thread = thread
+                weakref.finalize(self, self._jobs.put, None).atexit = False
             return True
 
-    def _run(self) -> None:
-        while True:
-            self._wake.acquire()
-            # No reference is kept while it sleeps.
-            self._jobs.popleft()()
+
+def _work(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    while True:
+        job = jobs.get()
+        if job is None:
+            return
+        job()
+        del job  # No reference is kept while it sleeps.
 
 
 def perform(

@@ -312,17 +312,10 @@ class KVHub:
 AnyConnection: TypeAlias = Connection | Communicator | ConnectConnection
 """What a server or client works on."""
 
-_hubs: weakref.WeakKeyDictionary[Connection, KVHub] = weakref.WeakKeyDictionary()
-_lock = threading.Lock()
-
 
 def hub_of(connection: Connection) -> KVHub:
     """The one hub of a connection."""
-    with _lock:
-        hub = _hubs.get(connection)
-        if hub is None:
-            hub = _hubs[connection] = KVHub(connection)
-        return hub
+    return connection.protocol(KVHub)
 
 
 def connection_of(connection: AnyConnection) -> Connection:

@@ -52,6 +52,7 @@ class Hub:
         self._exchanges: dict[int, Exchange] = {}
         self._ending: dict[int, Exchange] = {}
         self.lock = threading.RLock()
+        _hubs.add(self)
         connection.route(protocol.INTRO, self._on_intro)
         for kind in (*protocol.KINDS, *terms.KINDS):
             if kind != protocol.INTRO:
@@ -145,7 +146,7 @@ class Hub:
         return handle
 
 
-_hubs: weakref.WeakKeyDictionary[Connection, Hub] = weakref.WeakKeyDictionary()
+_hubs: weakref.WeakSet[Hub] = weakref.WeakSet()
 _lock = threading.Lock()
 _shared: Connection | None = None
 _num_users = 0
@@ -153,18 +154,12 @@ _num_users = 0
 
 def hub_of(connection: Connection) -> Hub:
     """The one hub of a connection."""
-    with _lock:
-        hub = _hubs.get(connection)
-        if hub is None:
-            hub = _hubs[connection] = Hub(connection)
-        return hub
+    return connection.protocol(Hub)
 
 
 def exchanges_of(connection: Connection) -> list[Exchange]:
     """What the Communicators on a connection send and receive by; none where there are none."""
-    with _lock:
-        hub = _hubs.get(connection)
-    return [] if hub is None else hub.exchanges
+    return hub_of(connection).exchanges if connection.has_protocol(Hub) else []
 
 
 def share_connection(rank: int) -> Connection:
@@ -202,7 +197,7 @@ def _after_fork_in_child() -> None:
     # The engine has disowned the connections by then: its hook was registered first.
     global _lock
     _lock = threading.Lock()
-    for hub in list(_hubs.values()):
+    for hub in list(_hubs):
         hub.after_fork()
 
 
