@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import threading
 from collections.abc import Iterator
 
@@ -12,6 +13,16 @@ import pytest
 pytest.register_assert_rewrite("torch_nixl._testing")
 
 from torch_nixl.testing import FakeDevice, RankPool  # noqa: E402 - after the line above
+
+
+def pytest_collection_finish() -> None:
+    """Keep what torch and the tests are made of out of later garbage collections.
+
+    A full one of that many objects holds the GIL for half a second: longer than the limits of
+    requests that are meant to fail soon, so that others would, too.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

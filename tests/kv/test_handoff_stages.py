@@ -29,7 +29,7 @@ class Pair:
         self.fetch: Fetch | None = None
         if stage in ("granted", "moving"):
             warm = self.prefill.server.offer("warm", [9], 16)
-            self.decode.fetch(mode, warm.ticket, [9]).wait(10)
+            self.decode.fetch(mode, warm.ticket, [9], timeout=10.0).wait(10)
             assert warm.wait_released(10)
         self.offer: Offer = self.prefill.server.offer(
             "one", [3, 1], 32, ready=stage != "granted", lease=SECONDS
