@@ -29,12 +29,12 @@ MODES = ("pull", "push")
 class Peer:
     """A process with a server and a client, and the way to tell others of tickets."""
 
-    def __init__(self, rank: Rank, connection: Connection | None = None) -> None:
+    def __init__(self, rank: Rank, num_pages: int = NUM_PAGES) -> None:
         self.store = rank.store()
         self.rank = rank.rank
-        self.connection = connection or Connection.open(f"kv{rank.rank}")
-        self.prefill = Prefill(self.connection, num_pages=NUM_PAGES, seed=rank.rank)
-        self.decode = Decode(self.connection, num_pages=NUM_PAGES)
+        self.connection = Connection.open(f"kv{rank.rank}")
+        self.prefill = Prefill(self.connection, num_pages=num_pages, seed=rank.rank)
+        self.decode = Decode(self.connection, num_pages=num_pages)
 
     def offer(self, name: str, pages: Sequence[int], num_tokens: int, *, ready: bool) -> Offer:
         offer = self.prefill.server.offer(name, pages, num_tokens, ready=ready)
@@ -220,6 +220,44 @@ def killed(rank: Rank) -> str:
     _third(peer, 2, "after")
     peer.meet("end", 1)
     return "alive"
+
+
+def killed_while_bytes_move(rank: Rank) -> None:
+    """Rank 1 is killed while both move 32 MiB each way in each mode, over TCP."""
+    count = 4096
+    peer = Peer(rank, 2 * count)
+    halves = [range(count), range(count, 2 * count)]
+    for half, mode in zip(halves, MODES, strict=True):
+        peer.offer(f"{peer.rank}-{mode}", half, count * PAGE, ready=True)
+    other = 1 - peer.rank
+    # The caches meet first.
+    peer.offer(f"{peer.rank}-warm", [0], 1, ready=True)
+    peer.fetch("pull", f"{other}-warm", [0]).wait(20)
+    peer.store.set(f"pid/{peer.rank}", str(os.getpid()))
+    peer.meet("warm", 2)
+    fetches = [
+        peer.fetch(mode, f"{other}-{mode}", half) for half, mode in zip(halves, MODES, strict=True)
+    ]
+    if peer.rank == 1:
+        peer.hear("never", 0)
+    transfers = peer.connection.operations.transfers
+    # Its own two: it reads what it pulls, and writes what the other has it push.
+    until(lambda: sum(one.in_flight > 0 for one in transfers) == 2)
+    pid = int(peer.store.get("pid/1"))
+    stop_process(pid)
+    assert len(transfers) == 2 and not any(fetch.done for fetch in fetches)
+    os.kill(pid, signal.SIGKILL)
+    for fetch in fetches:
+        until(lambda: fetch.done, 15)  # noqa: B023
+        assert isinstance(fetch.error, PeerLostError), fetch.error
+        assert sum(map(len, fetch.failed_pages)) == count
+        assert fetch.wait_released(10)
+    until(peer.idle)
+    # This process goes on, with the same pages.
+    offer = peer.prefill.server.offer("after", [5], PAGE)
+    peer.decode.client.pull(offer.ticket, [6]).wait(20)
+    assert torch.equal(peer.decode.tensors[0][:, 6], peer.prefill.tensors[0][:, 5])
+    peer.close()
 
 
 def left(rank: Rank) -> None:

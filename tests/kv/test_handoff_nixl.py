@@ -36,6 +36,13 @@ def test_killed_peer_costs_only_its_own_requests() -> None:
     assert "SIGKILL" in failed.value.failures[1]
 
 
+def test_peer_killed_while_bytes_move() -> None:
+    with pytest.raises(RanksFailed) as failed:
+        run_ranks(programs.killed_while_bytes_move, 2, env={"UCX_TLS": "tcp,self"}, timeout=60)
+    assert failed.value.failures.keys() == {1}, failed.value
+    assert "SIGKILL" in failed.value.failures[1]
+
+
 def test_peer_whose_program_ends_says_so_at_once() -> None:
     with pytest.raises(RanksFailed) as failed:
         run_ranks(programs.left, 2, timeout=60)
