@@ -223,12 +223,14 @@ def killed(rank: Rank) -> str:
 
 
 def killed_while_bytes_move(rank: Rank) -> None:
-    """Rank 1 is killed while both move 32 MiB each way in each mode, over TCP."""
-    count = 4096
+    """Rank 1 is killed while both move 64 MiB each way in each mode, over TCP."""
+    count = 8192
     peer = Peer(rank, 2 * count)
     halves = [range(count), range(count, 2 * count)]
-    for half, mode in zip(halves, MODES, strict=True):
+    offers = [
         peer.offer(f"{peer.rank}-{mode}", half, count * PAGE, ready=True)
+        for half, mode in zip(halves, MODES, strict=True)
+    ]
     other = 1 - peer.rank
     # The caches meet first.
     peer.offer(f"{peer.rank}-warm", [0], 1, ready=True)
@@ -241,21 +243,24 @@ def killed_while_bytes_move(rank: Rank) -> None:
     if peer.rank == 1:
         peer.hear("never", 0)
     transfers = peer.connection.operations.transfers
-    # Its own two: it reads what it pulls, and writes what the other has it push.
-    until(lambda: sum(one.in_flight > 0 for one in transfers) == 2)
+    until(lambda: any(one.in_flight for one in transfers))
     pid = int(peer.store.get("pid/1"))
     stop_process(pid)
-    assert len(transfers) == 2 and not any(fetch.done for fetch in fetches)
+    assert any(one.in_flight for one in transfers)
     os.kill(pid, signal.SIGKILL)
+    taken: list[Offer | Fetch] = [*fetches, *(offer for offer in offers if offer.handoffs)]
+    names = _errors(taken, 15.0)
+    assert "PeerLostError" in names and set(names) <= {"PeerLostError", "NoneType"}, names
     for fetch in fetches:
-        until(lambda: fetch.done, 15)  # noqa: B023
-        assert isinstance(fetch.error, PeerLostError), fetch.error
-        assert sum(map(len, fetch.failed_pages)) == count
-        assert fetch.wait_released(10)
+        if fetch.error is not None:
+            assert sum(map(len, fetch.failed_pages)) == count
+    for offer in offers:
+        offer.cancel()  # What it was stopped too early to take is still on offer.
+    assert all(one.wait_released(10) for one in (*offers, *fetches))
     until(peer.idle)
     # This process goes on, with the same pages.
-    offer = peer.prefill.server.offer("after", [5], PAGE)
-    peer.decode.client.pull(offer.ticket, [6]).wait(20)
+    after = peer.prefill.server.offer("after", [5], PAGE)
+    peer.decode.client.pull(after.ticket, [6]).wait(20)
     assert torch.equal(peer.decode.tensors[0][:, 6], peer.prefill.tensors[0][:, 5])
     peer.close()
 
