@@ -209,12 +209,13 @@ class OfferedMessage(Message):
         """Ask the sender to write from `start` on."""
         exchange, peer = self._exchange, self.peer
         with exchange.lock:
-            self._rid = rid = next(exchange.numbers)
-            exchange.inbox.pushed[rid] = self
-            self.pushed_from = start
+            rid = next(exchange.numbers)
             # A frame that names a region must not overtake the one that tells it.
             place = peer.place(self.layout.after(start))
             body = protocol.pack_push(exchange.context, self.number, rid, start, place)
+            # Before it leaves: the answer may come while it does.
+            self._rid, self.pushed_from = rid, start
+            exchange.inbox.pushed[rid] = self
             exchange.send(peer, protocol.PUSH, body)
 
     def on_filled(self, outcome: Outcome, text: str) -> None:
