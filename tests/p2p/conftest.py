@@ -88,7 +88,9 @@ def _left(communicator: Communicator) -> list[object]:
     excused = {one for one in every if _waits_for_the_other_side(one)}
     left: list[object] = [*(every - excused), *operations.transfers]
     left += [one for one in communicator._exchange.outstanding() if one not in excused]
-    left += communicator._exchange.inbox.matcher.messages()
+    inbox = communicator._exchange.inbox
+    left += inbox.matcher.messages()
+    left += [one for one in inbox.pushed.values() if one.receive not in excused]
     registry = connection.registry
     entries = (*registry._anchored.values(), *registry._plain.values())
     held = [memory for one in excused for memory in one.memories if memory.entry is not None]
@@ -102,7 +104,7 @@ def _waits_for_the_other_side(operation: Operation) -> bool:
     if isinstance(operation, SendOperation):
         return operation.done and not operation.released and operation._exposed
     if isinstance(operation, ReceiveOperation):
-        return operation.done and not operation.released and operation._pushed > 0
+        return operation.done and not operation.released and operation._pushed is not None
     if isinstance(operation, Link):
         return operation._peer.pending > 0  # it is pinged for one of those
     return isinstance(operation, Agreement) and operation.done and operation._exposed

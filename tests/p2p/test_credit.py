@@ -163,7 +163,7 @@ def test_probe_is_served_though_a_receive_of_its_tag_gives_up(world: World) -> N
     a, b = acquainted(world)
     strain(a, b)
     looks = 0
-    peek = b._exchange.inbox.peek
+    peek = b._exchange.prober.peek
 
     def interrupt(source: int | None, tag: int) -> Any:
         nonlocal looks
@@ -174,7 +174,7 @@ def test_probe_is_served_though_a_receive_of_its_tag_gives_up(world: World) -> N
             a.isend(torch.ones(1), 1, tag=1)
         return peek(source, tag)
 
-    b._exchange.inbox.peek = interrupt  # type: ignore[method-assign]
+    b._exchange.prober.peek = interrupt  # type: ignore[method-assign]
     assert b.probe(0, tag=1, timeout=DEADLINE).shape == (1,)
 
 

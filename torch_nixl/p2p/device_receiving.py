@@ -12,10 +12,11 @@ from torch_nixl.engine.streams import StreamDevice, StreamOrder
 from torch_nixl.errors import ClosedError, TransferError
 from torch_nixl.p2p.description import Content, Description
 from torch_nixl.p2p.message import Message
+from torch_nixl.p2p.offered import OfferedMessage
 from torch_nixl.p2p.ordered import Ordered, always
 from torch_nixl.p2p.peer import Peer
 from torch_nixl.p2p.receiving import ReceiveOperation
-from torch_nixl.p2p.tensors import Landing, Target
+from torch_nixl.p2p.tensors import Landing
 
 if TYPE_CHECKING:
     from torch_nixl.p2p.exchange import Exchange
@@ -66,24 +67,18 @@ class DeviceReceive(Ordered, ReceiveOperation):
     # What comes.
 
     def deliver(
-        self,
-        source: int,
-        description: Content,
-        body: bytes,
-        at: int,
-        peer: Peer | None,
-        number: int,
+        self, peer: Peer, number: int, description: Content, body: bytes, at: int
     ) -> BaseException | None:
         # What doesn't fit a device's tensor shows later: then its sender is told from here.
         device, landing = self._landing_device(description), self._landing
         if device is None or landing is None:
-            return super().deliver(source, description, body, at, peer, number)
-        self.source, self._size = source, description.nbytes
+            return super().deliver(peer, number, description, body, at)
+        self.source, self.nbytes = peer.rank, description.nbytes
         self._land(
             device,
             (self.order,),
             lambda: landing.take(description, body, at),
-            lambda error: self._exchange.inbox.refuse(peer, number, error),
+            lambda error: self._exchange.inbox.tell_done(peer, number, error),
         )
         return None
 
@@ -104,19 +99,19 @@ class DeviceReceive(Ordered, ReceiveOperation):
         if not self._working:  # Else another thread goes on with it.
             super().break_off(message, error)
 
-    def _start(self, message: Message) -> None:
+    def _start(self, message: OfferedMessage) -> None:
         self._when_passed((self.order,), lambda: self._start_now(message))
 
-    def _start_now(self, message: Message) -> None:
+    def _start_now(self, message: OfferedMessage) -> None:
         if self._done or self._landing is None:  # It waited for its device's stream, and failed.
-            self._refuse(self._error or TransferError(f"{self}: failed"))
+            message.refuse(self._error or TransferError(f"{self}: failed"))
         else:
             super()._start(message)
 
-    def _choose_target(self, message: Message) -> None:
+    def choose_target(self, message: OfferedMessage) -> None:
         device = self._landing_device(message.description)
         if device is None or self.target is not None:
-            super()._choose_target(message)
+            super().choose_target(message)
             return
         # Memory has to be allocated, or kernels loaded: not by the driver.
         if self.order is None:
@@ -125,19 +120,19 @@ class DeviceReceive(Ordered, ReceiveOperation):
         def go_on(error: BaseException | None) -> None:
             error = self._error or error
             if error is not None:
-                self._refuse(error)
+                message.refuse(error)
             else:
-                self._move(message)
+                message.move()
 
         device.allocate(
             lambda: self._take_target(message),
             lambda error: self._connection.defer(always, lambda: go_on(error)),
         )
 
-    def _unpack(self, message: Message, target: Target) -> None:
+    def unpack(self, message: OfferedMessage) -> None:
         device = self._landing_device(message.description)
         if device is None:
-            super()._unpack(message, target)
+            super().unpack(message)
             return
         self._working = True
         placed: list[object] = []
@@ -147,7 +142,7 @@ class DeviceReceive(Ordered, ReceiveOperation):
             error = self._error or error
             self._landed(placed[0] if error is None else None, error)
 
-        device.run(lambda: placed.append(target.finish()), then)
+        device.run(lambda: placed.append(message.target.finish()), then)
 
     def _landing_device(self, content: Content) -> StreamDevice | None:
         """The device whose threads put a message in place; None for the host."""
@@ -206,15 +201,15 @@ class DeviceReceive(Ordered, ReceiveOperation):
         """All that was to be put in place is, or won't be."""
         if error is None:
             self.result = result
-        self._conclude(error)
+        self.conclude(error)
 
     # How it ends.
 
-    def _conclude(self, error: BaseException | None) -> None:
+    def conclude(self, error: BaseException | None) -> None:
         if self.order is None or self.listed:
-            super()._conclude(error)
+            super().conclude(error)
             return
-        self._landing = self._layout = None
+        self._landing = None
         self._finish(error)
         self._release()
 

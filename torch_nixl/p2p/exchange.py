@@ -10,12 +10,11 @@ may be taken inside of it, never the other way round; nobody polls while holding
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import itertools
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeAlias
 
 from torch_nixl.errors import ClosedError, MetadataError, PeerLostError, PoisonedError
@@ -24,6 +23,7 @@ from torch_nixl.p2p.channels import Channels
 from torch_nixl.p2p.inbox import Inbox
 from torch_nixl.p2p.outbox import Outbox
 from torch_nixl.p2p.peer import Peer
+from torch_nixl.p2p.probing import Prober
 from torch_nixl.p2p.receiving import ReceiveOperation
 from torch_nixl.p2p.sending import SendOperation
 from torch_nixl.p2p.step import StepOperation
@@ -49,7 +49,6 @@ class Exchange:
         world_size: How many ranks there are.
         peers: Those met, by rank.
         by_remote: The same by agent.
-        num_probing: Threads that wait in `probe` for a message from any rank.
         closed: Why nothing can be done any more; None while all is well.
         poisoned: Why no call is taken any more; None while all is well.
         finishers: What is let end before it is closed, each until a `time.monotonic()`.
@@ -73,12 +72,12 @@ class Exchange:
         self.peers: dict[int, Peer] = {}
         self.by_remote: dict[Remote, Peer] = {}
         self._num_gone = 0
-        self.num_probing = 0
         self.closed: BaseException | None = None
         self.poisoned: PoisonedError | None = None
         self.finishers: list[Callable[[float], None]] = []
         self.outbox = Outbox(self)
         self.inbox = Inbox(self)
+        self.prober = Prober(self)
         self.channels = Channels(self)
         self.handlers: dict[int, Callable[[Peer, bytes], None]] = {
             **self.outbox.handlers,
@@ -129,7 +128,7 @@ class Exchange:
             self.send(
                 peer, protocol.INTRO, protocol.pack_intro(self.context, self.rank, self.world_size)
             )
-            if self.inbox.matcher.num_any or self.num_probing:
+            if self.inbox.matcher.num_any or self.prober.num_any:
                 self.look_after(peer)
         if remote.lost_error is not None:
             self.lose(peer, remote.lost_error)
@@ -219,30 +218,11 @@ class Exchange:
             peer.pending -= 1
             self.look_after(peer)
 
-    @contextlib.contextmanager
-    def looking_after(self, source: int | None) -> Iterator[None]:
-        """Have a rank, or each if it is None, looked after by who waits for it in no table."""
-        peer = None if source is None else self.peers.get(source)
-        self._count_waiting(source, peer, 1)
-        try:
-            yield
-        finally:
-            self._count_waiting(source, peer, -1)
-
-    def _count_waiting(self, source: int | None, peer: Peer | None, by: int) -> None:
-        with self.lock:
-            if peer is not None:
-                peer.pending += by
-                self.look_after(peer)
-            elif source is None:
-                self.num_probing += by
-                for one in self.peers.values():
-                    self.look_after(one)
-
     def look_after(self, peer: Peer) -> None:
+        """Have a peer pinged while something waits for it, or for any."""
         busy = self.connection.operations.busy
-        from_any = self.inbox.matcher.num_any or self.num_probing
-        if peer.error is None and (peer.pending or from_any):
+        waits = peer.pending or self.inbox.matcher.num_any or self.prober.num_any
+        if peer.error is None and waits:
             busy[peer.link] = None
         else:
             busy.pop(peer.link, None)
@@ -254,6 +234,17 @@ class Exchange:
         if self.connection.closed:
             return ClosedError(f"the agent of this Communicator is gone: {self.connection!r}")
         return None
+
+    def why_lost(self, source: int | None) -> PeerLostError | None:
+        """Why nothing comes from a rank, or from any if it is None; None while something can."""
+        if source is None and self.is_alone():
+            source = next(iter(self.peers))
+        peer = None if source is None else self.peers.get(source)
+        return None if peer is None or peer.error is None else self._lost(peer)
+
+    def why_none(self, source: int | None) -> BaseException | None:
+        """Why no message can come any more; None while one can."""
+        return self.why_closed() or self.why_lost(source)
 
     def check_open(self) -> None:
         """Refuse a call after the end, the Communicator's or its agent's.
@@ -275,9 +266,12 @@ class Exchange:
         if self.closed is not None or self.connection.closed:
             self.check_open()
         if peer.error is not None:
-            raise PeerLostError(str(peer.error), remote=peer.remote.name, rank=peer.rank)
+            raise self._lost(peer)
         if peer.remote.broken is not None:
             raise self.broken(peer)
+
+    def _lost(self, peer: Peer) -> PeerLostError:
+        return PeerLostError(str(peer.error), remote=peer.remote.name, rank=peer.rank)
 
     def broken(self, peer: Peer) -> PeerLostError:
         """Why nothing more can be sent to a peer, which counts as lost in a moment."""

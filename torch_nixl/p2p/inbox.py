@@ -8,23 +8,16 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from torch_nixl.engine import observers
-from torch_nixl.errors import (
-    ClosedError,
-    MetadataError,
-    PeerLostError,
-    TransferError,
-    TransferTimeout,
-)
+from torch_nixl.errors import ClosedError, MetadataError, TransferCancelled, TransferError
 from torch_nixl.p2p import protocol
 from torch_nixl.p2p.asking import Asker
-from torch_nixl.p2p.description import Bundle, Content, parse
+from torch_nixl.p2p.description import Content, parse
 from torch_nixl.p2p.matching import Matcher
 from torch_nixl.p2p.message import Message
-from torch_nixl.p2p.place import parse_place
-from torch_nixl.p2p.protocol import HEAD, Outcome
+from torch_nixl.p2p.offered import OfferedMessage
+from torch_nixl.p2p.protocol import HEAD
 from torch_nixl.p2p.receiving import ReceiveOperation
 from torch_nixl.p2p.sending import outcome_of
-from torch_nixl.p2p.values import Envelope
 
 if TYPE_CHECKING:
     import threading
@@ -44,6 +37,7 @@ class Inbox:
         matcher: Receives and messages that wait for each other.
         asker: Has messages come whose senders may be out of credit.
         receiving: Receives in the connection's tables.
+        pushed: Messages that senders were asked to write, by our number.
         num_received: Messages received.
     """
 
@@ -53,15 +47,14 @@ class Inbox:
         self._context = exchange.context
         self._rank = exchange.rank
         self._lock = exchange.lock
-        self._numbers = exchange.numbers
         self._peers = exchange.peers
         self._send = exchange.send
         self.matcher: Matcher[ReceiveOperation, Message] = Matcher()
         self.asker = Asker(exchange, self.matcher)
         self.receiving: dict[ReceiveOperation, None] = {}
         self.num_received = 0
-        self._filling: dict[int, ReceiveOperation] = {}
-        self._offers: dict[tuple[int, int], Message] = {}
+        self.pushed: dict[int, OfferedMessage] = {}
+        self._offers: dict[tuple[int, int], OfferedMessage] = {}
         self.handlers = {
             protocol.EAGER: self.on_eager,
             protocol.OFFER: self.on_offer,
@@ -94,7 +87,10 @@ class Inbox:
                 self._exchange.check_open()
                 message = self.matcher.take(source, tag)
                 if message is None:
-                    peer = self._check_source(source)
+                    lost = self._exchange.why_lost(source)
+                    if lost is not None:
+                        raise lost
+                    peer = None if source is None else self._peers.get(source)
                     self.matcher.post(receive, source, tag)
                     self.asker.ask(peer, source, tag)
                     if not spin or receive.order is not None:
@@ -109,7 +105,7 @@ class Inbox:
                 return
         except BaseException as error:
             if message is not None:
-                receive.break_off(message if message.data is None else None, error)
+                receive.break_off(message, error)
             raise
         try:
             receive.attended = 1  # Its caller moves it, too: no other thread need be woken.
@@ -120,12 +116,6 @@ class Inbox:
             with self._lock:
                 if not receive.matched:
                     self._list_or_end(receive)
-
-    def _check_source(self, source: int | None) -> Peer | None:
-        error = self.why_none(source)
-        if error is not None:
-            raise error
-        return None if source is None else self._peers.get(source)
 
     def enter(self, receive: ReceiveOperation) -> None:
         """Enter a receive in the tables: it has a deadline now, and its source is looked after."""
@@ -149,25 +139,27 @@ class Inbox:
         if receive.done:
             return
         try:
-            self._check_source(receive.wanted_source)
-            self.enter(receive)
-        except (ClosedError, PeerLostError) as error:
+            error = self._exchange.why_none(receive.wanted_source)
+            if error is None:
+                self.enter(receive)
+        except ClosedError as closed:
+            error = closed
+        if error is not None:
             receive.fail(error)
 
     def _hand_over(self, receive: ReceiveOperation, message: Message) -> None:
         """Give a receive that is not in the tables its message."""
         data = message.data
-        if data is None:
+        if isinstance(data, bytes):
+            assert message.peer is not None
+            self._deliver(receive, message.peer, message.number, message.description, data)
+        elif isinstance(message, OfferedMessage):
             self._begin(receive, message)
-        elif isinstance(data, bytes):
-            self._deliver(
-                receive, message.peer, message.source, message.number, message.description, data
-            )
         else:
             self.num_received += 1
             receive.deliver_local(message)
 
-    def _begin(self, receive: ReceiveOperation, message: Message) -> None:
+    def _begin(self, receive: ReceiveOperation, message: OfferedMessage) -> None:
         try:
             with self._lock:
                 self.enter(receive)
@@ -179,26 +171,24 @@ class Inbox:
     def _deliver(
         self,
         receive: ReceiveOperation,
-        peer: Peer | None,
-        source: int,
+        peer: Peer,
         number: int,
         description: Content,
         body: bytes,
     ) -> None:
         self.num_received += 1
-        if observers.messages and peer is not None:
+        if observers.messages:
             for tell in observers.messages:
                 tell(peer.remote.name, description.nbytes, False)
         at = HEAD.size + len(description.packed)
-        error = receive.deliver(source, description, body, at, peer, number)
+        error = receive.deliver(peer, number, description, body, at)
         if error is not None:
-            self.refuse(peer, number, error)
+            self.tell_done(peer, number, error)
 
-    def refuse(self, peer: Peer | None, number: int, error: BaseException) -> None:
-        """Tell the sender of a message that came in its frame what is wrong with it."""
-        if peer is not None:
-            end = protocol.pack_end(self._context, number, *outcome_of(error))
-            self._send(peer, protocol.DONE, end)
+    def tell_done(self, peer: Peer, number: int, error: BaseException | None) -> None:
+        """Tell a sender how a message of its ended, and that we touch its memory no more."""
+        end = protocol.pack_end(self._context, number, *outcome_of(error))
+        self._send(peer, protocol.DONE, end)
 
     def _taken(self, message: Message) -> tuple[int, int] | None:
         """A message waits no more; return the credit that is due for it."""
@@ -240,12 +230,12 @@ class Inbox:
                 due = self._arrived(peer, cost, was_strained, matched=receive is not None)
                 if receive is None and self._exchange.closed is None:
                     self.matcher.store(
-                        Message(peer, peer.rank, tag, number, cost, description, body, None, False),
+                        Message(peer, peer.rank, tag, number, cost, description, body),
                         peer.rank,
                         tag,
                     )
             if receive is not None:
-                self._deliver(receive, peer, peer.rank, number, description, body)
+                self._deliver(receive, peer, number, description, body)
         except BaseException as error:
             if receive is not None:
                 receive.break_off(None, error)
@@ -256,21 +246,8 @@ class Inbox:
 
     def on_offer(self, peer: Peer, body: bytes) -> None:
         """A message is offered."""
-        if len(body) < HEAD.size:
-            raise MetadataError("frame is cut")
-        _, flags, tag, number = HEAD.unpack_from(body)
-        description = parse(body, HEAD.size)
-        at = HEAD.size + len(description.packed)
-        place = parse_place(body, at)
-        # Remembered at once: later frames may name the region without its metadata. And kept with
-        # the message, however many others are told before it is received.
-        regions = peer.regions(self._exchange, place)
-        cost = 0
-        if flags & protocol.CREDITED:
-            cost = protocol.offer_cost(len(place.spans), len(description.packed))
-        waits = bool(flags & protocol.WAITING)
-        message = Message(peer, peer.rank, tag, number, cost, description, None, place, waits)
-        message.regions = regions
+        message = OfferedMessage(self._exchange, peer, body)
+        tag, number, cost = message.tag, message.number, message.cost
         receive = due = None
         try:
             with self._lock:
@@ -300,7 +277,7 @@ class Inbox:
         """Note a message; refuse one that its sender had no leave to send, and return False."""
         if peer.debt.arrive(cost) if cost else self.asker.has_come(peer, tag):
             return True
-        self.refuse(peer, number, TransferError(f"rank {peer.rank} sends beyond its credit"))
+        self.tell_done(peer, number, TransferError(f"rank {peer.rank} sends beyond its credit"))
         return False
 
     def _arrived(
@@ -329,29 +306,16 @@ class Inbox:
                 return
             self.matcher.remove(message, message.source, message.tag)
             due = self._taken(message)
-        self.tell_done(message, Outcome.CANCELLED, "before it was received")
+        self.tell_done(peer, message.number, TransferCancelled("before it was received"))
         if due is not None:
             self._give_credit(peer, due)
-
-    def expect_filled(self, receive: ReceiveOperation) -> int:
-        """Number a receive that the sender is asked to write to."""
-        with self._lock:
-            number = next(self._numbers)
-            self._filling[number] = receive
-        return number
 
     def on_filled(self, peer: Peer, body: bytes) -> None:
         """A sender has written its part, or won't."""
         number, outcome, text = protocol.parse_end(body)
-        receive = self._filling.get(number)
-        if receive is not None and receive.remote is peer.remote:
-            receive.on_filled(outcome, text)
-
-    def tell_done(self, message: Message, outcome: Outcome, text: str) -> None:
-        """Tell a sender that its memory is not touched any more."""
-        if message.peer is not None:
-            body = protocol.pack_end(self._context, message.number, outcome, text)
-            self._send(message.peer, protocol.DONE, body)
+        message = self.pushed.get(number)
+        if message is not None and message.peer is peer:
+            message.on_filled(outcome, text)
 
     def unpost(self, receive: ReceiveOperation) -> bool:
         """Forget a receive that waits for a message; return False if it doesn't."""
@@ -363,11 +327,8 @@ class Inbox:
 
     def forget_receive(self, receive: ReceiveOperation) -> None:
         """A receive has ended, and nothing moves for it any more."""
-        if not receive.listed:
-            return
         with self._lock:
             self.receiving.pop(receive, None)
-            self._filling.pop(receive.number, None)
             self._exchange.unwatch(receive)
             if receive.wanted_source is None and not self.matcher.num_any:
                 for peer in self._peers.values():
@@ -382,7 +343,7 @@ class Inbox:
     ) -> None:
         """Send to this rank itself. The tensors belong to the message from now on."""
         rank = self._rank
-        message = Message(None, rank, tag, 0, 0, description, tuple(data), None, False)
+        message = Message(None, rank, tag, 0, 0, description, tuple(data))
         message.order = order
         receive = None
         try:
@@ -403,50 +364,3 @@ class Inbox:
     def close(self) -> None:
         """Forget what waits to be received: nobody can any more. Holds the lock."""
         self.matcher.forget_messages()
-
-    def why_none(self, source: int | None) -> BaseException | None:
-        """Why no message can come any more; None while one can."""
-        closed = self._exchange.why_closed()
-        if closed is not None:
-            return closed
-        if source is None and self._exchange.is_alone():
-            source = next(iter(self._peers))
-        peer = None if source is None else self._peers.get(source)
-        if peer is None or peer.error is None:
-            return None
-        return PeerLostError(str(peer.error), remote=peer.remote.name, rank=source)
-
-    def want_probed(self, source: int | None, tag: int) -> None:
-        """Have the next message of a tag come even if its sender is out of credit."""
-        with self._lock:
-            self.asker.ask_probed(source, tag)
-
-    def peek(self, source: int | None, tag: int) -> Envelope | None:
-        """What the next receive would get, if it is here."""
-        with self._lock:
-            message = self.matcher.peek(source, tag)
-        if message is None:
-            return None
-        what = message.description
-        if isinstance(what, Bundle):
-            shape, form = (what.nbytes,), what.form.name.lower()
-            return Envelope(message.source, tag, shape, torch.uint8, what.nbytes, form)
-        return Envelope(message.source, tag, what.shape, what.dtype, what.nbytes)
-
-    def probe(self, source: int | None, tag: int, deadline: float | None) -> Envelope:
-        """Wait until a message is here. See `Communicator.probe`."""
-        self._exchange.check_open()
-
-        def ready() -> bool:
-            # Each time: a receive that gave up may have withdrawn what was asked for.
-            self.want_probed(source, tag)
-            return self.peek(source, tag) is not None or self.why_none(source) is not None
-
-        with self._exchange.looking_after(source):
-            came = self._connection.progress.wait_until(ready, deadline)
-        if not came:
-            raise TransferTimeout(f"no message from rank {source}, tag {tag} came in time")
-        envelope = self.peek(source, tag)
-        if envelope is None:
-            raise self.why_none(source) or ClosedError("the Communicator was closed")
-        return envelope

@@ -10,13 +10,11 @@ from torch_nixl.p2p.description import Content
 
 if TYPE_CHECKING:
     from torch_nixl.engine.streams import StreamOrder
-    from torch_nixl.p2p.move import Regions
     from torch_nixl.p2p.peer import Peer
-    from torch_nixl.p2p.place import Place
 
 
 class Message:
-    """A message that has arrived, or that is offered.
+    """A message that has arrived; an `OfferedMessage` has not yet.
 
     Attributes:
         peer: Who sent it; None for this rank itself.
@@ -25,26 +23,11 @@ class Message:
         number: The sender's number for it.
         cost: Credit to give back once it is received; 0 for none.
         description: What it is.
-        data: The frame's body, if its bytes came in it; the tensors, if it is this rank's own.
-        place: Where they are to be had, if not.
-        sender_waits: Whether a thread of the sender waits for it to be received.
-        regions: What those places lie in; empty where there are none.
+        data: The body of its frame; the tensors, if it is this rank's own; None if it is offered.
         order: When this rank's own tensor is there, if it is device memory.
     """
 
-    __slots__ = (
-        "cost",
-        "data",
-        "description",
-        "number",
-        "order",
-        "peer",
-        "place",
-        "regions",
-        "sender_waits",
-        "source",
-        "tag",
-    )
+    __slots__ = ("cost", "data", "description", "number", "order", "peer", "source", "tag")
 
     def __init__(
         self,
@@ -55,8 +38,6 @@ class Message:
         cost: int,
         description: Content,
         data: bytes | tuple[torch.Tensor, ...] | None,
-        place: Place | None,
-        sender_waits: bool,
     ) -> None:
         self.peer = peer
         self.source = source
@@ -65,7 +46,4 @@ class Message:
         self.cost = cost
         self.description = description
         self.data = data
-        self.place = place
-        self.sender_waits = sender_waits
-        self.regions: Regions = ()
         self.order: StreamOrder | None = None

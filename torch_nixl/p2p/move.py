@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeAlias
 
 from torch_nixl.engine import spans as algebra
 from torch_nixl.engine.adapter import Direction
@@ -17,20 +17,11 @@ from torch_nixl.p2p.place import Stretch, align
 
 if TYPE_CHECKING:
     from torch_nixl.engine.connection import Connection
+    from torch_nixl.engine.operation import Operation
     from torch_nixl.engine.remotes import Remote
 
 Regions: TypeAlias = Sequence[tuple[bytes, BlobInfo]]
 """Regions of a remote: metadata, and what it says."""
-
-
-class Owner(Protocol):
-    """A send or a receive."""
-
-    attended: int
-
-    def on_moved(self, move: MoveOperation, error: BaseException | None) -> None:
-        """Take note that a part is final: nothing that was started for it moves any more."""
-        ...
 
 
 class MoveOperation(TransferOperation):
@@ -39,7 +30,7 @@ class MoveOperation(TransferOperation):
     It belongs to a send or a receive, which is what programs wait for.
     """
 
-    __slots__ = ("_blobs", "_infos", "_owner", "_told")
+    __slots__ = ("_blobs", "_infos", "_on_moved", "_owner", "_told")
 
     starts_counted = False
 
@@ -51,7 +42,8 @@ class MoveOperation(TransferOperation):
         local: Sequence[Stretch],
         place: Sequence[Stretch],
         regions: Regions,
-        owner: Owner,
+        owner: Operation,
+        on_moved: Callable[[MoveOperation, BaseException | None], None],
     ) -> None:
         """Prepare to move.
 
@@ -63,8 +55,10 @@ class MoveOperation(TransferOperation):
             place: As many bytes of the remote's.
             regions: What those lie in.
             owner: A send or a receive.
+            on_moved: Told that the part is final: nothing that was started for it moves any more.
         """
         self._owner = owner
+        self._on_moved = on_moved
         ours, theirs = [], []
         for (kind, spans), (remote_kind, remote_spans) in align(local, place):
             nbytes = algebra.total(remote_spans[:, :2])
@@ -118,7 +112,7 @@ class MoveOperation(TransferOperation):
 
     def _settle(self) -> None:
         # First what the other side waits for, then this side's waiters, then housekeeping.
-        self._owner.on_moved(self, self._error)
+        self._on_moved(self, self._error)
         self._finish(None)
         self._release()
         self._release_spent()

@@ -237,6 +237,7 @@ class SendOperation(Operation):
                 place.stretches(0, place.nbytes),
                 self.peer.regions(exchange, place),
                 self,
+                self._on_moved,
             )
         except (TorchNixlError, ValueError) as error:
             if whole:
@@ -255,7 +256,7 @@ class SendOperation(Operation):
             return  # Whoever closes ends this operation, too.
         self.ring()
 
-    def on_moved(self, move: MoveOperation, error: BaseException | None) -> None:
+    def _on_moved(self, move: MoveOperation, error: BaseException | None) -> None:
         """Our part is written, or will never be."""
         outcome, text = outcome_of(self._error or error)
         self._exchange.outbox.tell_filled(self.peer, self._receive, outcome, text)

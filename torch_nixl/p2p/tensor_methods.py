@@ -274,11 +274,11 @@ class TensorMethods:
         tag = protocol.check_tag(tag)
         if src is not None:
             src = protocol.check_rank(src, self.world_size, "src")
-        inbox = self._exchange.inbox
+        prober = self._exchange.prober
         if not self.closed:
-            inbox.want_probed(src, tag)
+            prober.ask(src, tag)
             self._connection.progress.step()
-        return inbox.peek(src, tag)
+        return prober.peek(src, tag)
 
     def probe(
         self, src: int | None = None, *, tag: int = 0, timeout: float | None = None
@@ -292,7 +292,7 @@ class TensorMethods:
         """
         tag = protocol.check_tag(tag)
         src, deadline = self._source(src, timeout)
-        return self._exchange.inbox.probe(src, tag, deadline)
+        return self._exchange.prober.wait(src, tag, deadline)
 
     def batch_isend_irecv(self, operations: Iterable[SendOrReceive]) -> list[Work]:
         """Begin several sends and receives: the receives first, so that messages find them.
