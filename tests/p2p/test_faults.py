@@ -227,3 +227,32 @@ def test_small_message_that_can_not_leave_is_not_reported_as_sent(
         with pytest.raises(PeerLostError, match="rank 1") as caught:
             a.send(torch.full((1,), float(number)), 1)
         assert caught.value.rank == 1
+
+
+def test_region_that_an_interrupted_frame_was_to_tell_of_is_told_again(
+    world: World, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = world(timeout=5.0)
+    a.send(torch.ones(1), 1)
+    b.recv(0)
+    tensor, out = torch.arange(float(LARGE)), torch.empty(LARGE)
+    teller, kind = (a, protocol.OFFER) if path == "cma" else (b, protocol.PUSH)
+    notify = teller.connection.adapter.notify
+
+    def interrupted(remote: str, message: bytes) -> None:
+        if message[3] == kind:
+            raise KeyboardInterrupt
+        notify(remote, message)
+
+    def message() -> None:
+        work = a.isend(tensor, 1)
+        b.probe(0)  # So that this thread is the one that takes it on.
+        b.recv(0, out=out)
+        work.wait()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(teller.connection.adapter, "notify", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            message()
+    message()
+    assert torch.equal(out, tensor)

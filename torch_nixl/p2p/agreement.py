@@ -159,7 +159,6 @@ class Agreement(Operation):
         ]
         body = terms.pack_channel(exchange.context, self.number, self.tag, leaves)
         if len(body) > MAX_BODY:
-            self.peer.forget_told()
             raise ValueError(
                 f"like: {len(leaves)} tensors take {len(body)} bytes to describe, of at most "
                 f"{MAX_BODY}: use several channels, or tensors that share memory"

@@ -60,11 +60,15 @@ class Channels:
             self._exchange.check(session.peer)
             if key in self._live:
                 raise ValueError(f"tag={session.tag}: {session} is open already")
-            body = session.pack()
-            session.connection.operations.add(session)
-            self._live[key] = session
-            self.sessions[session] = None
-            self._exchange.send(session.peer, terms.CHANNEL, body)
+            try:
+                body = session.pack()
+                session.connection.operations.add(session)
+                self._live[key] = session
+                self.sessions[session] = None
+                self._exchange.send(session.peer, terms.CHANNEL, body)
+            except BaseException:
+                session.peer.forget_told()
+                raise
             pending = self._pending.pop(key, None)
             if pending is not None:
                 self._marry(session, pending[0])

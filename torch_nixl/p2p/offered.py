@@ -210,13 +210,17 @@ class OfferedMessage(Message):
         exchange, peer = self._exchange, self.peer
         with exchange.lock:
             rid = next(exchange.numbers)
-            # A frame that names a region must not overtake the one that tells it.
-            place = peer.place(self.layout.after(start))
-            body = protocol.pack_push(exchange.context, self.number, rid, start, place)
-            # Before it leaves: the answer may come while it does.
-            self._rid, self.pushed_from = rid, start
-            exchange.inbox.pushed[rid] = self
-            exchange.send(peer, protocol.PUSH, body)
+            try:
+                # A frame that names a region must not overtake the one that tells it.
+                place = peer.place(self.layout.after(start))
+                body = protocol.pack_push(exchange.context, self.number, rid, start, place)
+                # Before it leaves: the answer may come while it does.
+                self._rid, self.pushed_from = rid, start
+                exchange.inbox.pushed[rid] = self
+                exchange.send(peer, protocol.PUSH, body)
+            except BaseException:
+                peer.forget_told()
+                raise
 
     def on_filled(self, outcome: Outcome, text: str) -> None:
         """The sender has written its part, or won't. Runs in the driver."""

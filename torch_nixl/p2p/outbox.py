@@ -245,11 +245,15 @@ class Outbox:
             self._send_eager(peer, what, body)
             operation.sent(None if peer.remote.broken is None else self._exchange.broken(peer))
             return True
-        body = operation.offer(flags)
-        self.sends[operation.number] = operation
-        self._exchange.watch(operation, peer)
-        self.num_sent += 1
-        self._send(peer, protocol.OFFER, body)
+        try:
+            body = operation.offer(flags)
+            self.sends[operation.number] = operation
+            self._exchange.watch(operation, peer)
+            self.num_sent += 1
+            self._send(peer, protocol.OFFER, body)
+        except BaseException:
+            peer.forget_told()
+            raise
         return True
 
     def _pack(
