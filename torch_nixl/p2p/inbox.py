@@ -55,6 +55,8 @@ class Inbox:
         self.num_received = 0
         self.pushed: dict[int, OfferedMessage] = {}
         self._offers: dict[tuple[int, int], OfferedMessage] = {}
+        # Those between the two: their receive is known, but does not know of them yet.
+        self._passing: set[tuple[int, int]] = set()
         self.handlers = {
             protocol.EAGER: self.on_eager,
             protocol.OFFER: self.on_offer,
@@ -164,6 +166,7 @@ class Inbox:
             with self._lock:
                 self.enter(receive)
                 receive.accept(message)
+                self._passing.discard((message.source, message.number))
             receive.begin()
         except ClosedError as error:
             receive.break_off(message, error)
@@ -187,6 +190,7 @@ class Inbox:
 
     def tell_done(self, peer: Peer, number: int, error: BaseException | None) -> None:
         """Tell a sender how a message of its ended, and that we touch its memory no more."""
+        self._passing.discard((peer.rank, number))
         end = protocol.pack_end(self._context, number, *outcome_of(error))
         self._send(peer, protocol.DONE, end)
 
@@ -196,7 +200,9 @@ class Inbox:
         if peer is None:
             return None
         if message.data is None:
-            self._offers.pop((peer.rank, message.number), None)
+            key = (peer.rank, message.number)
+            self._offers.pop(key, None)
+            self._passing.add(key)
         return peer.debt.settle(message.cost) if message.cost else None
 
     def _give_credit(self, peer: Peer | None, due: tuple[int, int]) -> None:
@@ -258,7 +264,9 @@ class Inbox:
                     return
                 receive = self._match(peer.rank, tag)
                 due = self._arrived(peer, cost, was_strained, matched=receive is not None)
-                if receive is None:
+                if receive is not None:
+                    self._passing.add((peer.rank, number))
+                else:
                     # Also after the end, for the answer to a CANCEL.
                     self._offers[peer.rank, number] = message
                     if self._exchange.closed is None:
@@ -300,15 +308,23 @@ class Inbox:
 
     def on_cancel(self, peer: Peer, body: bytes) -> None:
         """The sender gives a message up. One that is being received is received."""
+        number = protocol.parse_number(body)
+        due = None
         with self._lock:
-            message = self._offers.get((peer.rank, protocol.parse_number(body)))
-            if message is None:
+            message = self._offers.get((peer.rank, number))
+            if message is not None:
+                self.matcher.remove(message, message.source, message.tag)
+                due = self._taken(message)
+            elif (peer.rank, number) in self._passing or self._is_moving(peer, number):
                 return
-            self.matcher.remove(message, message.source, message.tag)
-            due = self._taken(message)
-        self.tell_done(peer, message.number, TransferCancelled("before it was received"))
+        # Also of one that never came: who was interrupted while it offered can't tell.
+        self.tell_done(peer, number, TransferCancelled("before it was received"))
         if due is not None:
             self._give_credit(peer, due)
+
+    def _is_moving(self, peer: Peer, number: int) -> bool:
+        found = (receive.message for receive in self.receiving)
+        return any(one is not None and one.number == number and one.peer is peer for one in found)
 
     def on_filled(self, peer: Peer, body: bytes) -> None:
         """A sender has written its part, or won't."""
