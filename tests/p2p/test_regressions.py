@@ -79,7 +79,8 @@ def rest(communicator: Communicator) -> None:
     """Stop the background thread: from now on the test's own thread drives, or nobody."""
     progress = communicator.connection.progress
     progress.stop()
-    assert progress._thread is None or not progress._thread.is_alive()
+    thread = progress._background._thread
+    assert thread is None or not thread.is_alive()
 
 
 # Interrupts.
