@@ -29,6 +29,8 @@ from torch_nixl.engine.contacts import Contacts
 from torch_nixl.engine.deferred import Deferred
 from torch_nixl.engine.dispatch import Dispatcher, FrameHandler
 from torch_nixl.engine.envelope import derive
+from torch_nixl.engine.liveness import Liveness
+from torch_nixl.engine.lost import Lost
 from torch_nixl.engine.memory import Memory
 from torch_nixl.engine.offer import Offer
 from torch_nixl.engine.operation import Operation, deadline_after
@@ -93,6 +95,8 @@ class Connection:
         self.counters = Counters()
         self.operations = OperationTable(self.lock)
         self.contacts = Contacts(self)
+        self.liveness = Liveness(self)
+        self.lost = Lost(self)
         self.prepared = PreparedLists(self)
         self.deferred = Deferred()
         self._dispatcher = Dispatcher(self)

@@ -74,7 +74,8 @@ class Rounds:
             self._next_mending = now + MENDING_SECONDS
             for operation in list(self._operations.ended):
                 operation.mend()
-        connection.contacts.look_after(now, waited_for)
+        connection.liveness.look_after(now, waited_for)
+        connection.lost.sweep()
         connection.registry.collect()
         for callback in self.tickers:
             callback(now)
@@ -89,7 +90,7 @@ class Rounds:
 
     def poll_interval(self) -> float | None:
         """Longest sleep between two polls that what is outstanding allows; None for any."""
-        operations, contacts = self._operations, self._connection.contacts
+        operations, connection = self._operations, self._connection
         if operations.watched or self._deferred_entries:
             return WAIT_SECONDS
         if any(not one.done for one in (*operations.transfers, *operations.busy)):
@@ -97,7 +98,7 @@ class Rounds:
         if len(operations):
             return EXPOSED_SECONDS
         # Once metadata has left, a stranger may knock at any time, and is owed an answer.
-        waiting = self.reachable or len(contacts) or contacts.lingering
+        waiting = self.reachable or len(connection.contacts) or connection.lost.lingering
         return IDLE_SECONDS if waiting else None
 
     def crash(self, error: BaseException) -> None:
