@@ -180,6 +180,30 @@ def test_a_thread_that_is_stopped_as_it_begins_to_look_does_not_rest(
     assert not background._thread.is_alive()
 
 
+def test_a_stop_waits_for_a_thread_that_is_just_starting(monkeypatch: pytest.MonkeyPatch) -> None:
+    progress = Progress(Polled(), "t")
+    inside, go_on = threading.Event(), threading.Event()
+    start = threading.Thread.start
+
+    def slow_start(thread: threading.Thread) -> None:
+        if thread.name == "torch_nixl-t":
+            inside.set()
+            go_on.wait(5)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", slow_start)
+    kicking = in_thread(progress.kick)
+    assert inside.wait(5)
+    stopping = in_thread(progress.stop)
+    stopping.join(0.05)
+    assert stopping.is_alive()
+    go_on.set()
+    kicking.join(5)
+    stopping.join(5)
+    assert not stopping.is_alive()
+    assert "torch_nixl-t" not in {one.name for one in threading.enumerate()}
+
+
 # The connection's end.
 
 

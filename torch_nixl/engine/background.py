@@ -62,10 +62,11 @@ class Background:
                     # A daemon, since a forgotten connection must not keep the process alive.
                     # It is stopped and joined before the interpreter ends (host.py): a thread
                     # inside NIXL at that moment aborts the process.
-                    self._thread = threading.Thread(
+                    thread = threading.Thread(
                         target=self._run, name=f"torch_nixl-{self._name}", daemon=True
                     )
-                    self._thread.start()
+                    thread.start()
+                    self._thread = thread
         else:
             self._wake.set()
 
@@ -73,12 +74,14 @@ class Background:
         """End the thread and wait for it; none is started any more."""
         self._stopping = True
         self._wake.set()
-        thread = self._thread
+        with self._start_lock:  # It may just be starting.
+            thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join(STOP_SECONDS)
 
     def after_fork(self) -> None:
         """Take note that there is no thread here, and start none."""
+        self._start_lock = threading.Lock()
         self._thread = None
         self._stopping = self.awake = True
 
