@@ -190,7 +190,7 @@ def test_memory_of_a_dead_peer_is_kept_until_what_it_sent_has_ended_here(
     monkeypatch.setattr(host, "is_alive", lambda identity: False)
     with pytest.raises(TransferTimeout):
         exposed.cancel(timeout=0.2)
-    assert passive.remote is not None and engine.contacts.is_gone(passive.remote)
+    assert passive.remote is not None and engine.liveness.is_gone(passive.remote)
     assert passive.memories and not passive.released
     monkeypatch.setattr(remotes, "SETTLING_LOOKS", 3)
     assert exposed.wait_released(DEADLINE)

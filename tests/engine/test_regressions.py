@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from torch_nixl.engine import contacts, ending, host, operation, transfer, wire
+from torch_nixl.engine import ending, host, liveness, operation, transfer, wire
 from torch_nixl.engine.adapter import Direction, MemoryKind, Region, Registration, Transfer
 from torch_nixl.engine.connection import Connection
 from torch_nixl.engine.loopback import LoopbackFabric
@@ -216,7 +216,7 @@ def test_memory_that_a_lost_peer_of_another_host_may_write_stays_owned(
         exposed.wait(5)
     assert not exposed.wait_released(0.1)
     assert exposed.memories
-    monkeypatch.setattr(contacts, "OFF_HOST_SECONDS", 0.01)
+    monkeypatch.setattr(liveness, "OFF_HOST_SECONDS", 0.01)
     assert exposed.wait_released(5)
 
 

@@ -19,7 +19,8 @@ from torch_nixl.engine.grants import Claimant
 from torch_nixl.engine.loopback import LoopbackFabric
 from torch_nixl.engine.memory import Memory, tensor_memory
 from torch_nixl.engine.passive import PassiveOperation
-from torch_nixl.engine.progress import BRISK_FOR_SECONDS, BRISK_SECONDS, WAIT_SECONDS, Progress
+from torch_nixl.engine.progress import BRISK_FOR_SECONDS, BRISK_SECONDS, Progress
+from torch_nixl.engine.rounds import WAIT_SECONDS, Rounds
 from torch_nixl.errors import ClosedError, TransferCancelled
 
 READ = Direction.READ
@@ -98,8 +99,8 @@ def test_a_waiter_that_follows_learns_of_its_grant_at_once(
     assert sorted(took)[2] < 0.04
 
 
-class Polled:
-    """A driven thing of which only the polls matter."""
+class Polled(Rounds):
+    """Rounds of which only the polls matter."""
 
     def __init__(self) -> None:
         self.polled_by: set[str] = set()
@@ -128,14 +129,14 @@ class Polled:
 
 
 def test_a_callback_that_keeps_the_only_waiter_does_not_stop_the_polls() -> None:
-    driven = Polled()
-    progress = Progress(driven, "t")
+    rounds = Polled()
+    progress = Progress(rounds, "t")
     seen: list[bool] = []
 
     def callback() -> None:
-        driven.polled_by.clear()
+        rounds.polled_by.clear()
         progress.kick()
-        seen.append(until(lambda: driven.polled_by))
+        seen.append(until(lambda: rounds.polled_by))
 
     progress.call_from_finalizer(callback)
     progress.wait_until(lambda: bool(seen), time.monotonic() + 8)
@@ -147,14 +148,60 @@ def test_a_driver_that_expects_a_question_is_brisk_for_a_while(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     progress = Progress(Polled(), "t")
-    assert progress._longest_sleep() == WAIT_SECONDS
+    assert progress.longest_sleep() == WAIT_SECONDS
     progress.expect()
-    assert progress._longest_sleep() == BRISK_SECONDS
+    assert progress.longest_sleep() == BRISK_SECONDS
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now + BRISK_FOR_SECONDS)
-    assert progress._longest_sleep() == WAIT_SECONDS
+    assert progress.longest_sleep() == WAIT_SECONDS
     monkeypatch.undo()
     progress.stop()
+
+
+class SlowToClear(threading.Event):
+    """An event that is set whenever it is cleared."""
+
+    def clear(self) -> None:
+        self.wait(5)
+        super().clear()
+
+
+def test_a_thread_that_is_stopped_as_it_begins_to_look_does_not_rest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Polled, "poll_interval", lambda _: None)
+    progress = Progress(Polled(), "t")
+    background = progress._background
+    background._wake = SlowToClear()
+    progress.kick()
+    assert background._thread is not None
+    in_thread(progress.stop)
+    background._thread.join(5)
+    assert not background._thread.is_alive()
+
+
+def test_a_stop_waits_for_a_thread_that_is_just_starting(monkeypatch: pytest.MonkeyPatch) -> None:
+    progress = Progress(Polled(), "t")
+    inside, go_on = threading.Event(), threading.Event()
+    start = threading.Thread.start
+
+    def slow_start(thread: threading.Thread) -> None:
+        if thread.name == "torch_nixl-t":
+            inside.set()
+            go_on.wait(5)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", slow_start)
+    kicking = in_thread(progress.kick)
+    assert inside.wait(5)
+    stopping = in_thread(progress.stop)
+    stopping.join(0.05)
+    assert stopping.is_alive()
+    go_on.set()
+    kicking.join(5)
+    stopping.join(5)
+    assert not stopping.is_alive()
+    assert "torch_nixl-t" not in {one.name for one in threading.enumerate()}
 
 
 # The connection's end.
@@ -209,7 +256,7 @@ def test_close_does_not_raise_when_another_thread_aborts(
 
     monkeypatch.setattr(owner.registry, "close", slow_forget)
     closing = in_thread(close)
-    assert until(lambda: owner.progress._num_waiting)
+    assert until(lambda: owner.progress.num_waiting)
     owner.abort()
     closing.join(5)
     assert not closing.is_alive()

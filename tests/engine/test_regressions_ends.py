@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from torch_nixl.engine import contacts, ending, host, remotes, transfer, wire
+from torch_nixl.engine import ending, host, lost, remotes, transfer, wire
 from torch_nixl.engine.adapter import Direction, MemoryKind, Registration, Transfer
 from torch_nixl.engine.connection import Connection
 from torch_nixl.engine.loopback import Call, LoopbackAdapter, LoopbackFabric
@@ -251,7 +251,7 @@ def test_close_that_withdraws_while_another_thread_aborts_does_not_raise(
 def test_an_owner_gets_its_memory_back_from_a_reader_that_had_given_it_up(
     connect: Connect, fabric: LoopbackFabric, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(contacts, "RECONTACT_SECONDS", 0.0)
+    monkeypatch.setattr(lost, "RECONTACT_SECONDS", 0.0)
     reader, owner = connect("r"), connect("o")
     acquaint(reader, owner)
     exposed = owner.expose(READ, [memory()])

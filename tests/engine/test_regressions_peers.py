@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from torch_nixl.engine import contacts, remotes, wire
+from torch_nixl.engine import lost, remotes, wire
 from torch_nixl.engine.adapter import Direction
 from torch_nixl.engine.connection import Connection
 from torch_nixl.engine.loopback import LoopbackFabric
@@ -94,7 +94,7 @@ def test_a_process_that_only_gave_its_metadata_away_answers(connect: Connect) ->
 def test_a_peer_that_was_given_up_and_lives_is_contacted_anew(
     connect: Connect, fabric: LoopbackFabric, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(contacts, "RECONTACT_SECONDS", 0.0)
+    monkeypatch.setattr(lost, "RECONTACT_SECONDS", 0.0)
     hasty, stopped = connect("h", peer_timeout=0.1), connect("s")
     acquaint(hasty, stopped)
     offer = stopped.expose(READ, [memory()]).offer()

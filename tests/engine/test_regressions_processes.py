@@ -15,7 +15,7 @@ import torch
 from stopping import stop_process
 
 from torch_nixl._testing.rank_worker import Rank
-from torch_nixl.engine import contacts, remotes
+from torch_nixl.engine import lost, remotes
 from torch_nixl.engine.adapter import Direction
 from torch_nixl.engine.connection import Connection
 from torch_nixl.engine.memory import tensor_memory
@@ -67,7 +67,7 @@ def test_an_agent_whose_name_is_not_text_does_not_end_the_connection(
 
 def gives_up_a_stopped_process_that_lives(rank: Rank) -> None:
     store = rank.store()
-    before, contacts.RECONTACT_SECONDS = contacts.RECONTACT_SECONDS, 0.0
+    before, lost.RECONTACT_SECONDS = lost.RECONTACT_SECONDS, 0.0
     source = torch.ones(100)
     try:
         if rank.rank == 0:
@@ -85,12 +85,12 @@ def gives_up_a_stopped_process_that_lives(rank: Rank) -> None:
             return
         with Connection.open("hasty", timeout=20, peer_timeout=0.5) as hasty:
             pid, *packed = json.loads(store.get("offers"))
-            contact, lost, again = (unpack(text, hasty) for text in packed)
+            contact, unanswered, again = (unpack(text, hasty) for text in packed)
             read(contact, hasty)
             store.set("own", pack(hasty.expose(READ, [tensor_memory(source)]).offer()))
             stop_process(pid)
             try:
-                active = hasty.claim(lost, [tensor_memory(torch.zeros(100))])
+                active = hasty.claim(unanswered, [tensor_memory(torch.zeros(100))])
                 with pytest.raises(PeerLostError, match="peer_timeout"):
                     active.wait()
                 assert active.wait_released(5)
@@ -100,7 +100,7 @@ def gives_up_a_stopped_process_that_lives(rank: Rank) -> None:
             store.set("go on", "1")
             store.get("over")
     finally:
-        contacts.RECONTACT_SECONDS = before
+        lost.RECONTACT_SECONDS = before
 
 
 @pytest.mark.parametrize("environment", [QUIET, TCP], ids=["cma", "tcp"])

@@ -17,7 +17,8 @@ from torch_nixl.cli.app import app
 from torch_nixl.cli.doctor import DEFAULT_PORT
 from torch_nixl.engine.connection import DEFAULT_TIMEOUT
 from torch_nixl.engine.nixl_environment import TUNED_ENVIRONMENT
-from torch_nixl.engine.progress import HOT_SECONDS, IDLE_SECONDS, WAIT_SECONDS
+from torch_nixl.engine.progress import HOT_SECONDS
+from torch_nixl.engine.rounds import IDLE_SECONDS, WAIT_SECONDS
 from torch_nixl.p2p.protocol import EAGER_NBYTES, PACK_SPAN_NBYTES, SPLIT_NBYTES
 
 PAGES = [

@@ -79,7 +79,8 @@ def rest(communicator: Communicator) -> None:
     """Stop the background thread: from now on the test's own thread drives, or nobody."""
     progress = communicator.connection.progress
     progress.stop()
-    assert progress._thread is None or not progress._thread.is_alive()
+    thread = progress._background._thread
+    assert thread is None or not thread.is_alive()
 
 
 # Interrupts.
@@ -186,12 +187,12 @@ def test_an_interrupt_of_who_begins_to_attend_stops_no_transfer(
 def test_an_interrupt_of_who_lets_go_of_the_lost_keeps_nobody_from_contact(world: World) -> None:
     a, _ = met(world)
     rest(a)
-    contacts = a.connection.contacts
-    contacts._lingering.append(SimpleNamespace(name="", flight=1))  # type: ignore[arg-type]
-    lock = interrupt(contacts, "_contacting")
+    lost = a.connection.lost
+    lost.lingering.append(SimpleNamespace(name="", flight=1))  # type: ignore[arg-type]
+    lock = interrupt(a.connection.contacts, "contacting")
     with pytest.raises(KeyboardInterrupt):
-        contacts.look_after(time.monotonic(), ())
-    contacts._lingering.clear()
+        lost.sweep()
+    lost.lingering.clear()
     assert lock.is_free()
 
 

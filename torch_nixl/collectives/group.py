@@ -66,7 +66,7 @@ class CollectiveGroup:
         # The first that is of no use any more, once one has failed.
         self._failed_from = 0
         self._exchange.finishers.append(self.finish)
-        communicator.connection.protocol(_listen)[self._exchange.context] = self
+        communicator.connection.protocols.get(_listen)[self._exchange.context] = self
 
     def begin(
         self,

@@ -20,21 +20,23 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, TypeVar
 
-from torch_nixl.engine import ending, host, observers, starting, wire
+from torch_nixl.engine import ending, host, starting, wire
 from torch_nixl.engine.active import ActiveOperation
 from torch_nixl.engine.adapter import Adapter, Direction
 from torch_nixl.engine.contacts import Contacts
 from torch_nixl.engine.deferred import Deferred
 from torch_nixl.engine.dispatch import Dispatcher, FrameHandler
 from torch_nixl.engine.envelope import derive
+from torch_nixl.engine.liveness import Liveness
+from torch_nixl.engine.lost import Lost
 from torch_nixl.engine.memory import Memory
 from torch_nixl.engine.offer import Offer
-from torch_nixl.engine.operation import Operation, deadline_after
+from torch_nixl.engine.operation import deadline_after
 from torch_nixl.engine.passive import PassiveOperation
 from torch_nixl.engine.prepared import PreparedLists
 from torch_nixl.engine.progress import Progress
+from torch_nixl.engine.protocols import Protocols
 from torch_nixl.engine.registry import (
     RegisteredMemory,
     Registry,
@@ -52,8 +54,6 @@ DEFAULT_TIMEOUT = 300.0
 """Seconds after which an operation times out unless told otherwise."""
 
 _numbers = itertools.count(1)
-
-_P = TypeVar("_P")
 
 
 class Connection:
@@ -93,13 +93,14 @@ class Connection:
         self.counters = Counters()
         self.operations = OperationTable(self.lock)
         self.contacts = Contacts(self)
+        self.liveness = Liveness(self)
+        self.lost = Lost(self)
         self.prepared = PreparedLists(self)
         self.deferred = Deferred()
         self._dispatcher = Dispatcher(self)
         self.rounds = Rounds(self, self._dispatcher, self.deferred)
         self._claim_numbers = itertools.count(1)
-        self._protocols: dict[Callable[[Connection], Any], Any] = {}
-        self._protocols_lock = threading.Lock()
+        self.protocols = Protocols(self)
         self.closing = False
         self._closed: str = ""
         self.progress = Progress(self.rounds, adapter.name)
@@ -303,37 +304,14 @@ class Connection:
             raise ValueError("a secret is set: peers that can't authenticate are refused")
         self.operations.add_key(operation, key)
 
-    def poll(self) -> bool:
-        """Take in what has arrived; return whether anything had."""
-        return self.rounds.poll()
-
     def defer(self, ready: Callable[[], bool], action: Callable[[], None]) -> None:
         """Have the driver call `action`, without locks, once `ready` holds."""
         self.deferred.add(ready, action)
         self.progress.kick()
 
-    def protocol(self, make: Callable[[Connection], _P]) -> _P:
-        """What a protocol above has on this Connection: `make`'s, which is called once.
-
-        Held by the Connection and by nothing else, so that both go together, however it ended.
-        """
-        with self._protocols_lock:
-            if make not in self._protocols:
-                self._protocols[make] = make(self)
-            found: _P = self._protocols[make]
-            return found
-
-    def has_protocol(self, make: Callable[[Connection], Any]) -> bool:
-        """Whether a protocol above works on this Connection yet."""
-        return make in self._protocols
-
     def route(self, kind: int, handler: FrameHandler) -> None:
         """Have frames of a protocol above handled: in the driver, in order of arrival."""
         self._dispatcher.route(kind, handler)
-
-    def on_tick(self, callback: Callable[[float], None]) -> None:
-        """Have a protocol above look at its deadlines, too: called by the driver, with the time."""
-        self.rounds.tickers.append(callback)
 
     # The end.
 
@@ -366,10 +344,10 @@ class Connection:
         self._closed = "this process was forked; make a connection of its own"
         self.adapter.disown()
         self.lock = threading.Lock()
-        self._protocols_lock = threading.Lock()
         self.operations.after_fork(self.lock)
         self.contacts.after_fork()
         self.progress.after_fork()
+        self.protocols.after_fork()
         for operation in self.operations.close():
             operation.on_fork(ClosedError(f"{operation}: {self._closed}"))
 
@@ -387,15 +365,6 @@ class Connection:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
-
-    # Figures.
-
-    def count_end(self, operation: Operation, error: BaseException | None) -> None:
-        """Count an operation that has ended."""
-        nbytes = operation.nbytes
-        self.counters.count_end(nbytes, error)
-        if observers.ends:
-            observers.tell_end(self, operation, nbytes, error)
 
     def statistics(self) -> ConnectionStatistics:
         """What this Connection has done so far, as frozen values."""

@@ -1,4 +1,4 @@
-"""Meeting remotes, telling the library of their memory, and noticing that they are gone."""
+"""Meeting remotes, telling the library of their memory, sending to them, and losing them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import logging
 import secrets
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -21,60 +20,35 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("torch_nixl.contacts")
 
-PING_SECONDS = 0.25
-"""Silence after which a remote that someone waits for is pinged; doubled while it stays silent."""
-
-MAX_PING_SECONDS = 30.0
-"""Longest interval between two pings of a silent remote."""
-
-CENSUS_SECONDS = 5.0
-"""Interval between two looks at remotes that nobody waits for, to let go of the dead."""
-
-OFF_HOST_SECONDS = 600.0
-"""How long after its loss a peer on another host may still touch memory that it was granted.
-Nothing proves from here that it died, and the connection it writes through may outlive ours."""
-
 MAX_REMOTES = 16384
 """Remotes that strangers may make us remember by greeting us."""
 
-MAX_ESTRANGED = 1024
-"""Lost remotes whose metadata is kept, to answer them if they live after all."""
-
-LINGER_SECONDS = 0.1
-"""How long making contact waits for what is left of a lost remote of the same name."""
-
-RECONTACT_SECONDS = 1.0
-"""Least time between the loss of a remote on another host and its being contacted again because it
-was heard: what comes sooner was sent before."""
-
 
 class Contacts:
-    """The remotes of one connection."""
+    """The remotes of one connection.
+
+    Attributes:
+        contacting: Held while one is contacted, or forgotten by the library.
+        identity: This process's own.
+        own_blob: Metadata that tells how to reach this agent.
+    """
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._adapter = connection.adapter
         self._lock = connection.lock
-        self._contacting = threading.RLock()
+        self.contacting = threading.RLock()
         self._remotes: dict[str, Remote] = {}
-        self._lingering: list[Remote] = []
-        self._estranged: OrderedDict[str, Remote] = OrderedDict()
-        self._next_census = 0.0
         self.identity = host.identity()
         self.own_blob = self._adapter.metadata([], connection=True)
 
     def __len__(self) -> int:
         return len(self._remotes)
 
-    @property
-    def lingering(self) -> bool:
-        """Whether the library is still to forget a lost remote."""
-        return bool(self._lingering)
-
     def after_fork(self) -> None:
         """Replace locks that other threads held at the fork."""
         self._lock = self._connection.lock
-        self._contacting = threading.RLock()
+        self.contacting = threading.RLock()
 
     def all(self) -> list[Remote]:
         """Those known, and not lost."""
@@ -92,11 +66,11 @@ class Contacts:
                 return remote
             self._part(remote, remote.broken)
         # One at a time: a frame that another thread sends before our HELLO comes from a stranger.
-        with self._contacting:
+        with self.contacting:
             remote = self._remotes.get(name)
             if remote is not None:
                 return remote
-            if self._must_wait_for(name):
+            if self._connection.lost.must_wait_for(name):
                 raise PeerLostError(
                     f"{name} was lost, and transfers to it are still to end", remote=name
                 )
@@ -116,16 +90,6 @@ class Contacts:
             if remote.lost_error is not None:
                 raise PeerLostError(f"{name} can't be reached: {remote.lost_error}", remote=name)
         return remote
-
-    def _must_wait_for(self, name: str) -> bool:
-        """Whether transfers to a lost remote of that name are still to end, after a short wait."""
-        deadline = time.monotonic() + LINGER_SECONDS
-        # Who was just told of the loss may be here before its operation is counted out.
-        while self._sweep(name):
-            if time.monotonic() > deadline:
-                return True
-            time.sleep(0.001)
-        return False
 
     def _add(self, remote: Remote) -> None:
         info = self._adapter.inspect(remote.connection_blob)
@@ -175,7 +139,7 @@ class Contacts:
             if remote.broken is None:
                 return
             # What it sent before may have come with this HELLO, its BYE too.
-            self._connection.poll()
+            self._connection.rounds.poll()
             self.lose(remote, remote.broken)
             if remote.closed:
                 return
@@ -271,11 +235,7 @@ class Contacts:
             if self._remotes.get(remote.name) is remote:
                 del self._remotes[remote.name]
             if remote.name != self._adapter.name:
-                self._lingering.append(remote)
-                if not remote.closed:
-                    self._estranged[remote.name] = remote
-                    while len(self._estranged) > MAX_ESTRANGED:
-                        self._estranged.popitem(last=False)
+                self._connection.lost.add(remote)
         self._connection.counters.lost += 1
         log.info("lost %s: %s", remote.name, error)
         for operation in self._connection.operations.all():
@@ -286,107 +246,6 @@ class Contacts:
         self._connection.prepared.lose(remote)
         self._connection.progress.kick()
 
-    def hear_again(self, name: str, now: float) -> Remote | None:
-        """Contact a lost remote anew because a frame of it came: it lives, and may wait for us.
-
-        Returns:
-            None if it isn't one, or is dead after all.
-        """
-        lost = self._estranged.get(name)
-        if lost is None or lost.identity is None:
-            return None
-        if lost.identity.host == self.identity.host:
-            if not host.is_alive(lost.identity):
-                return None
-        elif now - lost.lost_at < RECONTACT_SECONDS:
-            return None
-        try:
-            remote = self.contact(name, lost.connection_blob)
-        except (PeerLostError, MetadataError) as error:
-            log.info("can't contact %s again: %s", name, error)
-            return None
-        with self._lock:
-            self._estranged.pop(name, None)
-        remote.identity = lost.identity
-        return remote
-
-    def on_late_bye(self, name: str) -> None:
-        """Note that a lost remote has left by itself: there is nobody to be contacted again."""
-        with self._lock:
-            lost = self._estranged.pop(name, None)
-        if lost is not None:
-            lost.closed = True
-
-    def look_after(self, now: float, waited_for: Iterable[Remote]) -> None:
-        """Ping those that someone waits for, and let go of the dead. Called by the driver."""
-        for remote in waited_for:
-            self._watch(remote, now)
-        if now >= self._next_census:
-            self._next_census = now + CENSUS_SECONDS
-            for remote in list(self._remotes.values()):
-                self._take_census(remote, now)
-        # A thread that is making contact sweeps by itself.
-        if self._lingering:
-            contacting = self._contacting
-            try:  # [Note: interrupts] in progress.py
-                if contacting.acquire(blocking=False):
-                    self._sweep("")
-            finally:
-                try:
-                    contacting.release()
-                except RuntimeError:
-                    pass
-
-    def _take_census(self, remote: Remote, now: float) -> None:
-        identity = remote.identity
-        if identity is None or remote.name == self._adapter.name:
-            return
-        if identity.host != self.identity.host:
-            if now - remote.heard_at > MAX_PING_SECONDS:
-                self._watch(remote, now)
-        elif not host.is_alive(identity):
-            # What it sent before it died.
-            self._connection.poll()
-            error = PeerLostError(f"the process of {remote.name} has ended", remote=remote.name)
-            self.lose(remote, error)
-
-    def _sweep(self, name: str) -> bool:
-        """Have the library forget lost remotes once nothing is under way to them.
-
-        Holds `_contacting`. Returns whether the one of that name can't be forgotten yet.
-        """
-        with self._lock:
-            ready = [remote for remote in self._lingering if remote.flight == 0]
-            self._lingering = [remote for remote in self._lingering if remote.flight != 0]
-            waiting = any(remote.name == name for remote in self._lingering)
-        for remote in ready:
-            self._adapter.remove_remote(remote.name)
-            self._connection.codec.forget(remote.name)
-        return waiting
-
-    def is_gone(self, remote: Remote) -> bool:
-        """Whether a remote is certain not to touch our memory any more.
-
-        It said so itself; or its process is dead, on this host; or, on another host, it was lost
-        so long ago that whatever it sent has arrived or never will.
-        """
-        if remote.closed:
-            return True
-        identity = remote.identity
-        if identity is None or identity.host != self.identity.host:
-            lost = remote.lost_error is not None
-            return lost and time.monotonic() - remote.lost_at > OFF_HOST_SECONDS
-        return not host.is_alive(identity)
-
-    def has_let_go(self, remote: Remote) -> bool:
-        """Whether memory that a remote was granted may be given back: it is gone, and settled.
-
-        To be asked by the driver, again and again.
-        """
-        if remote.closed:
-            return True
-        return self.is_gone(remote) and remote.has_settled(time.monotonic())
-
     def path(self, remote: Remote) -> str:
         """Which way bytes take to a remote. See `Connection.path`."""
         identity = remote.identity
@@ -395,23 +254,6 @@ class Contacts:
         if identity.host != self.identity.host:
             return path.NETWORK
         return path.same_host_path(identity.pid, remote.some_address())
-
-    def _watch(self, remote: Remote, now: float) -> None:
-        """Ping a silent remote: the library tells of a death only to those who send."""
-        if remote.contact not in (Contact.GREETING, Contact.READY):
-            return
-        if remote.name == self._adapter.name:
-            return
-        limit = self._connection.peer_timeout
-        since = remote.silent_since
-        if limit is not None and since is not None and now - since > limit:
-            why = f"{remote.name} has not answered for {now - since:.1f} s (peer_timeout={limit})"
-            self.lose(remote, PeerLostError(why, remote=remote.name))
-        elif now - remote.heard_at > PING_SECONDS and now - remote.pinged_at > remote.ping_after:
-            remote.pinged_at = now
-            remote.silent_since = since or now
-            remote.ping_after = min(max(PING_SECONDS, remote.ping_after * 2), MAX_PING_SECONDS)
-            self.send(remote, wire.Ping(secrets.randbits(64)))
 
     def send(self, remote: Remote, frame: wire.Frame) -> None:
         """Send a frame; a lost peer is noted, not raised: whoever waits for it is told."""
@@ -423,27 +265,17 @@ class Contacts:
         codec = self._connection.codec
         self._send(remote, lambda: codec.pack_raw(kind, body, to=remote.name))
 
-    def send_raw(self, remote: Remote, data: bytes) -> None:
-        """Send packed bytes as `send` does."""
-        self._note(remote, self._notify(remote, data))
-
     def _send(self, remote: Remote, pack: Callable[[], bytes]) -> None:
         if self._connection.codec.unnumbered:
-            error = self._notify(remote, pack())
+            self.send_raw(remote, pack())
         else:
             with remote.sending:
-                error = self._notify(remote, pack())
-        # Outside of the lock: whoever is told of the loss may have to send, too.
-        self._note(remote, error)
+                self.send_raw(remote, pack())
 
-    def _note(self, remote: Remote, error: TorchNixlError | None) -> None:
-        if error is not None:
-            self.part(remote, error)
-
-    def _notify(self, remote: Remote, data: bytes) -> TorchNixlError | None:
-        """Hand a message to the library; return why the remote must count as lost."""
+    def send_raw(self, remote: Remote, data: bytes) -> None:
+        """Send packed bytes as `send` does."""
         if remote.broken is not None or self._connection.closed:
-            return None
+            return
         try:
             try:
                 self._adapter.notify(remote.name, data)
@@ -452,10 +284,9 @@ class Contacts:
                 with remote.learning:
                     self._adapter.notify(remote.name, data)
         except ClosedError:
-            return None  # Another thread has aborted the connection: everything ends with that.
+            pass  # Another thread has aborted the connection: everything ends with that.
         except TorchNixlError as error:
-            return error
-        return None
+            self.part(remote, error)
 
     def say_bye(self) -> None:
         """Tell all remotes that this side ends and won't touch their memory any more."""

@@ -29,6 +29,7 @@ class Dispatcher:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._contacts = connection.contacts
+        self._lost = connection.lost
         self._operations = connection.operations
         self._handlers: dict[int, FrameHandler] = {}
         self._warned: set[str] = set()
@@ -80,7 +81,7 @@ class Dispatcher:
         codec = self._connection.codec
         kind, body = codec.open(sender, data)
         if kind >= wire.FIRST_RAW_KIND:
-            remote = self._contacts.get(sender) or self._contacts.hear_again(sender, now)
+            remote = self._contacts.get(sender) or self._lost.hear_again(sender, now)
             if remote is None:
                 raise MetadataError(f"frame of kind {kind} from an agent that has not said HELLO")
             remote.hear(now)
@@ -98,9 +99,9 @@ class Dispatcher:
             return
         remote = self._contacts.get(sender)
         if remote is None and isinstance(frame, wire.Bye):
-            self._contacts.on_late_bye(sender)
+            self._lost.on_late_bye(sender)
             return
-        remote = remote or self._contacts.hear_again(sender, now)
+        remote = remote or self._lost.hear_again(sender, now)
         if remote is None:
             raise MetadataError(f"{type(frame).__name__} from an agent that has not said HELLO")
         remote.hear(now)

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from torch_nixl.engine import observers
 from torch_nixl.engine.registry import RegisteredMemory
 from torch_nixl.errors import ClosedError, TransferTimeout
 
@@ -256,7 +257,10 @@ class Operation:
 
     def _count_end(self, error: BaseException | None) -> None:
         """Count it in the connection's figures; parts of others leave that to the whole."""
-        self._connection.count_end(self, error)
+        nbytes = self.nbytes
+        self._connection.counters.count_end(nbytes, error)
+        if observers.ends:
+            observers.tell_end(self._connection, self, nbytes, error)
 
     def _release(self) -> None:
         """Give the memory back; only the first call counts."""

@@ -94,7 +94,7 @@ class PassiveOperation(Operation):
         return (
             self.grant.state in (GrantState.GRANTED, GrantState.REVOKING)
             and self.remote is not None
-            and not self._connection.contacts.is_gone(self.remote)
+            and not self._connection.liveness.is_gone(self.remote)
         )
 
     def cancel(self) -> None:
@@ -191,7 +191,7 @@ class PassiveOperation(Operation):
                 self._release()
             return
         remote = self.remote
-        if remote is None or not self._connection.contacts.has_let_go(remote):
+        if remote is None or not self._connection.liveness.has_let_go(remote):
             return
         with self._connection.lock:
             if self.grant.state is GrantState.RELEASED:

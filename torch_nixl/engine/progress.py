@@ -1,8 +1,7 @@
 """Who makes a connection move, and when.
 
 Nothing happens in the library unless somebody polls it. A thread that waits polls inline, which
-has the lowest latency; one background thread per connection polls for the rest, as often as what
-is outstanding asks for, and not at all when nothing is.
+has the lowest latency; a background thread polls for the rest, see `background.py`.
 
 [Note: who polls]
 Several threads may wait. Each newcomer polls for `HOT_SECONDS`; then one of them, the leader,
@@ -30,23 +29,18 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
 from operator import attrgetter
-from typing import Protocol
 
+from torch_nixl.engine.background import Background
 from torch_nixl.engine.operation import Alarm, Operation
+from torch_nixl.engine.rounds import WAIT_SECONDS, Rounds
 
 log = logging.getLogger("torch_nixl.progress")
 
 HOT_SECONDS = 0.002
 """How long a waiter polls without sleeping: most answers come within this."""
 
-STALLED_SECONDS = 0.005
-"""Time without a poll after which the background thread polls though others are meant to."""
-
 SWEEP_SECONDS = 1.0
 """How long `sweep` waits for a poll that is under way."""
-
-STOP_SECONDS = 10.0
-"""How long `stop` waits for the background thread, which a callback may keep."""
 
 CONTENDED_SECONDS = 0.25
 """How long posts are kept short after one has held up a poll."""
@@ -60,12 +54,6 @@ must let it run; one that doesn't loses less than a microsecond each time. Again
 four ranks on two cores gain a tenth or more, and two ranks lose nothing that can be measured; with
 1, small messages begin to lose."""
 
-INLINE_SECONDS = 0.010
-"""How long after a wait the next one is taken to be near: the program polls inline."""
-
-ALERT_SECONDS = 0.050
-"""How long the background thread goes on polling every WAIT_SECONDS after something happened."""
-
 BRISK_SECONDS = 0.0001
 """Longest sleep between two polls while bytes move. The side that only waits has to poll, too: over
 TCP for every byte, and for the last step of every transfer that follows a message."""
@@ -73,79 +61,34 @@ TCP for every byte, and for the last step of every transfer that follows a messa
 BRISK_FOR_SECONDS = 0.050
 """How long after the last news bytes are taken to be moving. A stopped peer is not worth it."""
 
-WAIT_SECONDS = 0.001
-"""Longest sleep between two polls while someone waits: 3 % of a core, 0.5 ms of latency."""
-
-EXPOSED_SECONDS = 0.005
-"""Sleep between two polls while memory is exposed but nobody waits."""
-
-IDLE_SECONDS = 0.010
-"""Sleep between two polls while remotes are known but nothing is outstanding."""
-
 TICK_SECONDS = 0.020
 """Interval between two looks at deadlines and silent remotes."""
 
 
-class Driven(Protocol):
-    """What the driver drives: a Connection."""
-
-    def poll(self) -> bool:
-        """Take in what has arrived; return whether anything had."""
-        ...
-
-    def advance(self) -> bool:
-        """Advance operations that no thread attends; return whether anything moved."""
-        ...
-
-    def tick(self, now: float) -> None:
-        """Look at deadlines and silent remotes."""
-        ...
-
-    def is_moving(self) -> bool:
-        """Whether bytes are meant to be moving, to or from this process."""
-        ...
-
-    def is_watched(self) -> bool:
-        """Whether somebody waits for an end who doesn't poll."""
-        ...
-
-    def poll_interval(self) -> float | None:
-        """Longest sleep that what is outstanding allows; None for as long as you like."""
-        ...
-
-    def crash(self, error: BaseException) -> None:
-        """The background thread met a bug: fail everything rather than hang."""
-        ...
-
-
 class Progress:
-    """The driver of one connection."""
+    """The driver of one connection.
 
-    def __init__(self, driven: Driven, name: str) -> None:
-        self._driven = driven
+    Attributes:
+        num_waiting: How many threads wait, now.
+        stepped_at: `time.monotonic()` of the last poll.
+        waited_at: When a `spin` ended last.
+    """
+
+    def __init__(self, rounds: Rounds, name: str) -> None:
+        self._rounds = rounds
         self._driving = threading.RLock()
         self._leading = threading.RLock()
         self._followers: deque[Alarm] = deque()
         self._later: deque[Callable[[], None]] = deque()
         self._next_tick = 0.0
         self._contended_until = 0.0
-        self._stepped_at = 0.0
         self._news_at = 0.0
         self._expected_until = 0.0
         self._driver = 0
-        self._waited_at = 0.0
-        self._num_waiting = 0
-        self._wake = threading.Event()
-        self._stopping = False
-        self._resting = False
-        self._name = name
-        self._thread: threading.Thread | None = None
-        self._start_lock = threading.Lock()
-
-    @property
-    def num_waiting(self) -> int:
-        """How many threads wait, now."""
-        return self._num_waiting
+        self.num_waiting = 0
+        self.stepped_at = 0.0
+        self.waited_at = 0.0
+        self._background = Background(rounds, self, name)
 
     def step(self) -> bool:
         """Poll once; return whether anything happened. Returns at once if another thread polls."""
@@ -157,12 +100,12 @@ class Progress:
                 return False
             try:
                 self._driver = threading.get_ident()
-                moved = self._driven.poll()
+                moved = self._rounds.poll()
                 now = time.monotonic()
                 if now >= self._next_tick:
                     self._next_tick = now + TICK_SECONDS
-                    self._driven.tick(now)
-                self._stepped_at = now
+                    self._rounds.tick(now)
+                self.stepped_at = now
                 if moved:
                     self._news_at = now
             finally:
@@ -173,7 +116,7 @@ class Progress:
             except RuntimeError:
                 pass
         if self._later:
-            self._call_now()
+            self.call_now()
         return moved
 
     def spin(self, ended: Callable[[], bool], seconds: float) -> bool:
@@ -181,7 +124,7 @@ class Progress:
 
         For what mostly ends within microseconds, and need not be an operation until it doesn't.
         """
-        self._num_waiting += 1
+        self.num_waiting += 1
         try:
             until = time.monotonic() + seconds
             step = self.step
@@ -197,8 +140,8 @@ class Progress:
                     os.sched_yield()
             return True
         finally:
-            self._num_waiting -= 1
-            self._waited_at = time.monotonic()
+            self.num_waiting -= 1
+            self.waited_at = time.monotonic()
 
     def let_poll(self) -> None:
         """Wait for a poll that is under way, before a post that would hold it up.
@@ -221,21 +164,21 @@ class Progress:
         """Whether a post has held up a poll a short while ago."""
         return time.monotonic() < self._contended_until
 
-    def sweep(self, timeout: float = SWEEP_SECONDS) -> None:
+    def sweep(self) -> None:
         """Take in all that has arrived by now, even if another thread is polling.
 
         Does nothing in a frame handler, which is in the middle of that, and gives up after
-        `timeout` seconds if the other thread's handler is stuck.
+        `SWEEP_SECONDS` if the other thread's handler is stuck.
         """
         if self._driver == threading.get_ident():
             return
         driving = self._driving
         try:  # [Note: interrupts]
-            if not driving.acquire(timeout=timeout):
+            if not driving.acquire(timeout=SWEEP_SECONDS):
                 return
             try:
                 self._driver = threading.get_ident()
-                self._driven.poll()
+                self._rounds.poll()
             finally:
                 self._driver = 0
         finally:
@@ -259,7 +202,7 @@ class Progress:
     def _wait(
         self, condition: Callable[[], bool], deadline: float | None, operation: Operation | None
     ) -> bool:
-        self._num_waiting += 1
+        self.num_waiting += 1
         step = self.step
         attend = _nothing if operation is None else operation.attend
         try:
@@ -288,7 +231,7 @@ class Progress:
                 else:
                     hot_until = time.monotonic() + HOT_SECONDS
         finally:
-            self._num_waiting -= 1
+            self.num_waiting -= 1
 
     def _lead(
         self, condition: Callable[[], bool], deadline: float | None, operation: Operation | None
@@ -340,14 +283,14 @@ class Progress:
                 return True
             if _passed(deadline):
                 return condition()
-            pause = min(pause * 1.25, self._longest_sleep())
+            pause = min(pause * 1.25, self.longest_sleep())
         return True
 
-    def _longest_sleep(self) -> float:
+    def longest_sleep(self) -> float:
         """Longest sleep between two polls of the one thread that polls while someone waits."""
         now = time.monotonic()
         brisk = now < self._expected_until or (
-            now - self._news_at < BRISK_FOR_SECONDS and self._driven.is_moving()
+            now - self._news_at < BRISK_FOR_SECONDS and self._rounds.is_moving()
         )
         return BRISK_SECONDS if brisk else WAIT_SECONDS
 
@@ -369,7 +312,8 @@ class Progress:
         """
         self._later.append(callback)
 
-    def _call_now(self) -> None:
+    def call_now(self) -> None:
+        """Call what was to be called later."""
         while self._later:
             try:
                 callback = self._later.popleft()
@@ -382,18 +326,8 @@ class Progress:
 
     def kick(self) -> None:
         """Something is outstanding that nobody may be waiting for: look at it soon."""
-        if self._thread is None and not self._stopping:
-            with self._start_lock:
-                if self._thread is None and not self._stopping:
-                    # A daemon, since a forgotten connection must not keep the process alive.
-                    # It is stopped and joined before the interpreter ends (connection.py):
-                    # a thread inside NIXL at that moment aborts the process.
-                    self._thread = threading.Thread(
-                        target=self._run, name=f"torch_nixl-{self._name}", daemon=True
-                    )
-                    self._thread.start()
-        if self._resting:
-            self._wake.set()
+        if not self._background.awake:
+            self._background.wake()
 
     def expect(self) -> None:
         """A peer is about to ask for something, and waits for the answer: be brisk for a while."""
@@ -401,72 +335,15 @@ class Progress:
         self.kick()
 
     def after_fork(self) -> None:
-        """Replace locks that other threads held at the fork; there is no background thread here."""
+        """Replace locks that other threads held at the fork."""
         self._driving, self._leading = threading.RLock(), threading.RLock()
         self._driver = 0
-        self._start_lock = threading.Lock()
-        self._stopping = True
-        self._thread = None
+        self._background.after_fork()
 
     def stop(self) -> None:
         """End the background thread and wait for it."""
-        self._stopping = True
-        self._wake.set()
-        thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
-            thread.join(STOP_SECONDS)
-        self._call_now()
-
-    def _run(self) -> None:
-        try:
-            self._loop()
-        except BaseException as error:
-            log.exception("progress thread failed")
-            self._driven.crash(error)
-
-    def _loop(self) -> None:
-        # [Note: kicks] Waking a thread costs more than a small transfer, and whoever starts one
-        # mostly waits for it, too. So for a while after anything happened this thread looks again
-        # every WAIT_SECONDS by itself, and only a thread that rests for longer is woken.
-        alert_until = kicked_until = 0.0
-        pause = 0.0
-        while not self._stopping:
-            self._wake.clear()
-            moved = self._driven.advance()
-            # Threads that wait poll by themselves, and faster, unless a callback keeps them.
-            if self._num_waiting == 0 or time.monotonic() - self._stepped_at > STALLED_SECONDS:
-                moved |= self.step()
-            elif self._later:
-                self._call_now()
-            now = time.monotonic()
-            inline = self._num_waiting > 0 or (
-                now - self._waited_at < INLINE_SECONDS and not self._driven.is_watched()
-            )
-            if moved:
-                alert_until = now + ALERT_SECONDS
-                pause = WAIT_SECONDS / 16
-                if not inline:
-                    os.sched_yield()
-                    continue
-            if inline:
-                # A thread polls, and waits for what it starts. Waking more often than this, we
-                # would only take its GIL.
-                longest: float | None = WAIT_SECONDS if now < kicked_until else IDLE_SECONDS
-                pause = WAIT_SECONDS if now < kicked_until else IDLE_SECONDS
-            else:
-                longest = (
-                    self._longest_sleep() if now < alert_until else self._driven.poll_interval()
-                )
-                pause = min(max(pause * 1.25, WAIT_SECONDS / 16), longest or WAIT_SECONDS)
-            self._resting = pause > WAIT_SECONDS or longest is None
-            # What was started before this thread said that it rests did not wake it.
-            if self._resting and not inline and self._driven.poll_interval() != longest:
-                self._resting = False
-                continue
-            if self._wake.wait(None if longest is None else pause):
-                alert_until = kicked_until = time.monotonic() + ALERT_SECONDS
-                pause = 0.0
-            self._resting = False
+        self._background.stop()
+        self.call_now()
 
 
 _is_done = attrgetter("_done")

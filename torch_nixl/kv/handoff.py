@@ -134,7 +134,7 @@ class Handoff(Operation):
         # False keeps the pool for ever: the agent dies, but the peer may go on touching pages.
         exposed = self.sent and self.side.phase in (Phase.EXPOSED, Phase.REVOKING)
         assert self.remote is not None
-        return not exposed or self._connection.contacts.is_gone(self.remote)
+        return not exposed or self._connection.liveness.is_gone(self.remote)
 
     # What happens to it. The hub's lock is held where nothing else is said.
 

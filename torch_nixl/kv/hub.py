@@ -81,7 +81,7 @@ class KVHub:
             (frames.BEAT, self._on_beat),
         ):
             connection.route(kind, self._locked_handler(handler))
-        connection.on_tick(self._tick)
+        connection.rounds.tickers.append(self._tick)
 
     # Services and pools.
 
@@ -315,7 +315,7 @@ AnyConnection: TypeAlias = Connection | Communicator | ConnectConnection
 
 def hub_of(connection: Connection) -> KVHub:
     """The one hub of a connection."""
-    return connection.protocol(KVHub)
+    return connection.protocols.get(KVHub)
 
 
 def connection_of(connection: AnyConnection) -> Connection:

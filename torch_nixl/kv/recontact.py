@@ -41,7 +41,7 @@ class Recontact:
             if handoff.released or remote is None:
                 return False
             lost = remote.lost_error is not None
-            if remote.closed or (lost and connection.contacts.has_let_go(remote)):
+            if remote.closed or (lost and connection.liveness.has_let_go(remote)):
                 handoff.on(Event.DEAD, text="the peer is gone")
                 return False
             again = connection.contacts.get(remote.name) if lost else None

@@ -291,7 +291,7 @@ class Agreement(Operation):
                     answered = 0 if self.theirs is None else self.theirs.number
                     body = terms.pack_break(exchange.context, self.number, answered, *self._told)
                     exchange.send(self.peer, terms.BREAK, body)
-            if self._exposed and not self.connection.contacts.has_let_go(self.peer.remote):
+            if self._exposed and not self.connection.liveness.has_let_go(self.peer.remote):
                 busy[self] = None
                 return
             busy.pop(self, None)
@@ -337,7 +337,7 @@ class Agreement(Operation):
 
     def hold(self, timeout: float) -> bool:
         # False keeps the memory for ever: the agent dies, but the other end's may touch it.
-        return not self._exposed or self.connection.contacts.is_gone(self.peer.remote)
+        return not self._exposed or self.connection.liveness.is_gone(self.peer.remote)
 
     def abort(self, error: BaseException) -> None:
         with self.exchange.lock:

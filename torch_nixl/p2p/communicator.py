@@ -229,6 +229,8 @@ class Communicator(TensorMethods, TreeMethods):
                 self._connection.progress.wait_until(self._is_quiet, deadline)
             for one in exchange.outstanding():
                 one.fail(ClosedError(f"{one}: {why}"))
+            # The collectives that they were of end with them.
+            self._connection.progress.call_now()
             if timeout is not None:
                 until = time.monotonic() + GIVE_UP_SECONDS
                 self._connection.progress.wait_until(exchange.has_ended, until)

@@ -154,12 +154,12 @@ _num_users = 0
 
 def hub_of(connection: Connection) -> Hub:
     """The one hub of a connection."""
-    return connection.protocol(Hub)
+    return connection.protocols.get(Hub)
 
 
 def exchanges_of(connection: Connection) -> list[Exchange]:
     """What the Communicators on a connection send and receive by; none where there are none."""
-    return hub_of(connection).exchanges if connection.has_protocol(Hub) else []
+    return hub_of(connection).exchanges if Hub in connection.protocols else []
 
 
 def share_connection(rank: int) -> Connection:

@@ -336,11 +336,11 @@ class ReceiveOperation(Operation):
 
     def check_quarantine(self) -> None:
         message = self._pushed
-        if message is not None and self._connection.contacts.has_let_go(message.peer.remote):
+        if message is not None and self._connection.liveness.has_let_go(message.peer.remote):
             self._connection.operations.busy.pop(self, None)
             message.let_go(self._error)
 
     def hold(self, timeout: float) -> bool:
         # False keeps the memory for ever: the agent dies, but the sender may go on writing.
         message = self._pushed
-        return message is None or self._connection.contacts.is_gone(message.peer.remote)
+        return message is None or self._connection.liveness.is_gone(message.peer.remote)

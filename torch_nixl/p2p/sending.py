@@ -345,13 +345,13 @@ class SendOperation(Operation):
         self._conclude()
 
     def check_quarantine(self) -> None:
-        if self._done and self._connection.contacts.has_let_go(self.peer.remote):
+        if self._done and self._connection.liveness.has_let_go(self.peer.remote):
             self._exposed = False
             self._conclude()
 
     def hold(self, timeout: float) -> bool:
         # False keeps the memory for ever: the agent dies, but the receiver may go on reading.
-        return not self._exposed or self._connection.contacts.is_gone(self.peer.remote)
+        return not self._exposed or self._connection.liveness.is_gone(self.peer.remote)
 
 
 def outcome_of(error: BaseException | None) -> tuple[Outcome, str]:

@@ -1,0 +1,134 @@
+"""The thread that polls for a connection when no other does.
+
+There is one per connection, started when first needed. It polls as often as what is outstanding
+asks for, and not at all when nothing is.
+
+[Note: kicks]
+Waking a thread costs more than a small transfer, and whoever starts one mostly waits for it, too.
+So for a while after anything happened this thread looks again every WAIT_SECONDS by itself, and
+only a thread that rests for longer is woken.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from torch_nixl.engine.rounds import IDLE_SECONDS, WAIT_SECONDS, Rounds
+
+if TYPE_CHECKING:
+    from torch_nixl.engine.progress import Progress
+
+log = logging.getLogger("torch_nixl.progress")
+
+STALLED_SECONDS = 0.005
+"""Time without a poll after which this thread polls though others are meant to."""
+
+INLINE_SECONDS = 0.010
+"""How long after a wait the next one is taken to be near: the program polls inline."""
+
+ALERT_SECONDS = 0.050
+"""How long this thread goes on polling every WAIT_SECONDS after something happened."""
+
+STOP_SECONDS = 10.0
+"""How long `stop` waits for the thread, which a callback may keep."""
+
+
+class Background:
+    """The background thread of one connection, and its sleeps.
+
+    Attributes:
+        awake: Whether it need not be woken: it looks by itself soon, or never again.
+    """
+
+    def __init__(self, rounds: Rounds, progress: Progress, name: str) -> None:
+        self._rounds = rounds
+        self._progress = progress
+        self._name = name
+        self._thread: threading.Thread | None = None
+        self._start_lock = threading.Lock()
+        self._wake = threading.Event()
+        self._stopping = False
+        self.awake = False
+
+    def wake(self) -> None:
+        """Start the thread, or end its sleep."""
+        if self._thread is None:
+            with self._start_lock:
+                if self._thread is None and not self._stopping:
+                    # A daemon, since a forgotten connection must not keep the process alive.
+                    # It is stopped and joined before the interpreter ends (host.py): a thread
+                    # inside NIXL at that moment aborts the process.
+                    thread = threading.Thread(
+                        target=self._run, name=f"torch_nixl-{self._name}", daemon=True
+                    )
+                    thread.start()
+                    self._thread = thread
+        else:
+            self._wake.set()
+
+    def stop(self) -> None:
+        """End the thread and wait for it; none is started any more."""
+        self._stopping = True
+        self._wake.set()
+        with self._start_lock:  # It may just be starting.
+            thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(STOP_SECONDS)
+
+    def after_fork(self) -> None:
+        """Take note that there is no thread here, and start none."""
+        self._start_lock = threading.Lock()
+        self._thread = None
+        self._stopping = self.awake = True
+
+    def _run(self) -> None:
+        try:
+            self._loop()
+        except BaseException as error:
+            log.exception("progress thread failed")
+            self._rounds.crash(error)
+
+    def _loop(self) -> None:
+        rounds, progress = self._rounds, self._progress
+        alert_until = kicked_until = 0.0
+        pause = 0.0
+        longest: float | None
+        while True:
+            self.awake = True
+            self._wake.clear()
+            if self._stopping:  # After the clear, which may have been of what `stop` set.
+                return
+            moved = rounds.advance()
+            # Threads that wait poll by themselves, and faster, unless a callback keeps them.
+            if not progress.num_waiting or time.monotonic() - progress.stepped_at > STALLED_SECONDS:
+                moved |= progress.step()
+            else:
+                progress.call_now()
+            now = time.monotonic()
+            inline = progress.num_waiting > 0 or (
+                now - progress.waited_at < INLINE_SECONDS and not rounds.is_watched()
+            )
+            if moved:
+                alert_until = now + ALERT_SECONDS
+                pause = WAIT_SECONDS / 16
+                if not inline:
+                    os.sched_yield()
+                    continue
+            if inline:
+                # A thread polls, and waits for what it starts. Waking more often than this, we
+                # would only take its GIL.
+                longest = pause = WAIT_SECONDS if now < kicked_until else IDLE_SECONDS
+            else:
+                longest = progress.longest_sleep() if now < alert_until else rounds.poll_interval()
+                pause = min(max(pause * 1.25, WAIT_SECONDS / 16), longest or WAIT_SECONDS)
+            self.awake = pause <= WAIT_SECONDS and longest is not None
+            # What was started before this thread said that it rests did not wake it.
+            if not self.awake and not inline and rounds.poll_interval() != longest:
+                continue
+            if self._wake.wait(None if longest is None else pause):
+                alert_until = kicked_until = time.monotonic() + ALERT_SECONDS
+                pause = 0.0
