@@ -259,6 +259,54 @@ def test_abort_waits_for_a_post_or_never_gives_its_memory_back(
     assert active.released
 
 
+@pytest.mark.parametrize("peer", ["alive", "dead"])
+def test_abort_never_gives_back_what_a_living_peer_was_granted(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch, peer: str
+) -> None:
+    kept: list[object] = []
+    monkeypatch.setattr(host, "keep_for_ever", kept.append)
+    owner, writer = connect("o"), connect("w")
+    read(owner, writer)
+    writer.progress.stop()  # so that it never gets to its end
+    exposed = owner.expose(WRITE, [memory()])
+    held = exposed.memories
+    writer.claim(exposed.offer(), [memory()])
+    assert until(lambda: exposed.remote is not None)
+    monkeypatch.setattr(host, "is_alive", lambda identity: peer == "alive")
+    owner.abort()
+    assert exposed.released
+    assert (held in kept) is (peer == "alive")
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_a_piece_that_fails_gives_no_memory_back_that_others_still_move(
+    connect: Connect, fabric: LoopbackFabric, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner, reader = connect("o"), connect("r")
+    read(owner, reader)
+    fabric.delay(1, initiator="r")
+    post = reader.adapter.post
+    posted: list[Transfer] = []
+
+    def fail_the_third(one: Transfer, notification: bytes = b"") -> bool:
+        posted.append(one)
+        if len(posted) == 3:
+            raise TransferError("refused")
+        return post(one, notification)
+
+    monkeypatch.setattr(reader.adapter, "post", fail_the_third)
+    target = torch.zeros(NBYTES, dtype=torch.uint8)
+    offer = owner.expose(READ, [memory(NBYTES, 1)]).offer()
+    active = reader.claim(offer, [tensor_memory(target)])
+    with pytest.raises(TransferError, match="refused"):
+        active.wait(5)
+    assert not active.wait_released(0.05), "two pieces still move"
+    assert active.in_flight == 2
+    fabric.delay(None, initiator="r")
+    assert active.wait_released(5)
+    assert len(posted) == 3
+
+
 def registrations(
     connection: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[], list[Region]]:

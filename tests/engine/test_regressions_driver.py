@@ -269,15 +269,19 @@ def test_exit_closes_all_connections_though_one_fails(
     made: Sequence[Connection] = [connect(name) for name in "abc"]
     monkeypatch.setattr(host, "_open", weakref.WeakSet(made))
     closed: list[str] = []
+    shares: list[float] = []
 
     def close(self: Connection, timeout: float = 5.0) -> None:
         closed.append(self.name)
+        shares.append(timeout)
         raise RuntimeError("can't be closed")
 
     monkeypatch.setattr(Connection, "close", close)
     monkeypatch.setattr(host, "_exiting", False)  # undone at the end
     host._close_all()
     assert sorted(closed) == ["a", "b", "c"]
+    for left, share in zip((3, 2, 1), shares, strict=True):
+        assert 0 < share <= host.EXIT_SECONDS / left, "one that can't end would cost the others all"
 
 
 # Cost.

@@ -10,7 +10,7 @@ import pytest
 import torch
 from connect.pairs import DEADLINE, Pair
 
-from field.two import Two, two_ranks
+from field.two import LARGE, Two, two_ranks
 from torch_nixl import connect
 from torch_nixl.testing import Rank, run_ranks
 
@@ -104,10 +104,11 @@ def test_a11_metadata_of_a_slice_is_the_slices(pair: Pair) -> None:
 # Between ranks.
 
 
-def test_a1_p2p_column_slice(two: Two) -> None:
-    x = torch.arange(4).view(2, 2)
-    assert two.move(x[:, 1]).tolist() == [1, 3]
-    assert two.move(x[:, 0]).tolist() == [0, 2]
+@pytest.mark.parametrize("rows", [2, LARGE])
+def test_a1_p2p_column_slice(two: Two, rows: int) -> None:
+    x = torch.arange(2 * rows).view(rows, 2)
+    assert two.move(x[:, 1])[:2].tolist() == [1, 3]
+    assert two.move(x[:, 0])[-2:].tolist() == [2 * rows - 4, 2 * rows - 2]
 
 
 @pytest.mark.parametrize("rows", [4, 500])
@@ -132,12 +133,12 @@ def test_a5_p2p_slices_of_one_buffer_into_slices_of_another(two: Two, rows: int)
     columns = (slice(0, 3), slice(5, 9))
     works = []
     for name, side, peer, buffer in (("irecv", two.b, 0, y), ("isend", two.a, 1, x)):
-        works += side.batch_isend_irecv(
-            [
-                SimpleNamespace(op=name, tensor=buffer[:, part], peer=peer, tag=tag)
-                for tag, part in enumerate(columns)
-            ]
-        )
+        batch = [
+            SimpleNamespace(op=name, tensor=buffer[:, part], peer=peer, tag=tag)
+            for tag, part in enumerate(columns)
+        ]
+        # Not in one order on both sides: the tags tell which is which.
+        works += side.batch_isend_irecv(batch if name == "irecv" else batch[::-1])
     for work in works:
         work.wait(DEADLINE)
     expected = torch.full((rows, 10), -1.0)
@@ -151,26 +152,37 @@ def test_a8_p2p_transposed_numpy_array(two: Two) -> None:
     assert torch.equal(two.move(sent), sent)
 
 
+@pytest.mark.parametrize("rows", [800, 8], ids=["packed", "in pieces"])
 @pytest.mark.parametrize("path", ["cma", "tcp", "own rank"])
-def test_a10_p2p_chunks_over_every_path(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a10_p2p_chunks_over_every_path(
+    path: str, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if path == "tcp":
         monkeypatch.setenv("UCX_TLS", "tcp,self")
-    x = torch.arange(640_000.0).view(800, 800)
+    x = torch.arange(640_000.0).view(rows, -1)
+    y = torch.zeros_like(x)
     with two_ranks() as two:
-        for part in torch.chunk(x, 2, dim=1):
-            receiver = two.a if path == "own rank" else two.b
-            receive = receiver.irecv(0)
-            work = two.a.isend(part, receiver.rank)
-            received = receive.result(DEADLINE)
-            work.wait(DEADLINE)
-            assert received is not None
-            assert torch.equal(received, part)
-            assert receive.statistics().path == (path if path != "own rank" else "")
+        receiver = two.a if path == "own rank" else two.b
+        for part, out in zip(torch.chunk(x, 2, dim=1), torch.chunk(y, 2, dim=1), strict=True):
+            for target in (None, out):
+                receive = receiver.irecv(0, out=target)
+                work = two.a.isend(part, receiver.rank)
+                received = receive.result(DEADLINE)
+                work.wait(DEADLINE)
+                assert received is not None
+                assert torch.equal(received, part)
+                assert receive.statistics().path == (path if path != "own rank" else "")
+            if path != "own rank":
+                packed = [one.statistics().packed for one in (work, receive)]
+                assert packed == [rows == 800] * 2
+    assert torch.equal(y, x)
 
 
-def test_a11_p2p_what_is_told_of_a_slice_is_the_slices(two: Two) -> None:
-    x = torch.arange(40.0).view(8, 5)
-    two.a.send(x[2:5], 1)
+@pytest.mark.parametrize("columns", [5, LARGE])
+def test_a11_p2p_what_is_told_of_a_slice_is_the_slices(two: Two, columns: int) -> None:
+    x = torch.arange(8.0 * columns).view(8, columns)
+    work = two.a.isend(x[2:5], 1)
     told = two.b.probe(0)
-    assert (told.shape, told.nbytes) == ((3, 5), 60)
+    assert (told.shape, told.nbytes) == ((3, columns), 12 * columns)
     assert torch.equal(two.b.recv(0), x[2:5])
+    work.wait(DEADLINE)

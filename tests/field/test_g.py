@@ -59,6 +59,8 @@ def test_g8_complex_views(pair: Pair) -> None:
     assert torch.equal(source.imag, target)
     with pytest.raises(ValueError, match="resolve_conj"):
         pair.readable(source.conj())
+    with pytest.raises(ValueError, match="resolve_neg"):
+        pair.readable(source.conj().imag)
 
 
 # Between ranks.
@@ -73,6 +75,16 @@ def test_g2_p2p_normal_messages_after_empty_ones(two: Two) -> None:
     for count in (0, 100, 0, LARGE):
         sent = torch.rand(count)
         assert torch.equal(two.move(sent, torch.zeros(count)), sent)
+
+
+def test_g2_p2p_empty_tensors_among_others(two: Two) -> None:
+    for count in (3, LARGE):
+        sent = [torch.empty(0), torch.rand(count), torch.empty(2, 0), torch.rand(3)]
+        work = two.a.isend_tree(sent, 1)
+        received = two.b.recv_tree(0)
+        work.wait(DEADLINE)
+        assert [one.shape for one in received] == [one.shape for one in sent]
+        assert all(torch.equal(*pair) for pair in zip(received, sent, strict=True))
 
 
 def test_g4_p2p_empty_messages_take_no_special_case(two: Two) -> None:
@@ -91,7 +103,8 @@ def test_g6_p2p_every_dtype(two: Two, dtype: torch.dtype, shape: tuple[int, ...]
     assert torch.equal(received.reshape(-1).view(torch.uint8), source)
 
 
-@pytest.mark.parametrize("count", [5, LARGE])
+# One element is in one piece whatever its stride.
+@pytest.mark.parametrize("count", [1, 5, LARGE])
 def test_g8_p2p_complex_views(two: Two, count: int) -> None:
     source = torch.randn(count, dtype=torch.complex64)
     assert torch.equal(two.move(source.conj()), source.conj().resolve_conj())

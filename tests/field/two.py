@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import pytest
@@ -13,6 +14,7 @@ from torch.distributed import HashStore
 from torch_nixl.engine.connection import Connection
 from torch_nixl.p2p import protocol
 from torch_nixl.p2p.communicator import Communicator
+from torch_nixl.testing import LoopbackFabric
 
 DEADLINE = 20.0
 LARGE = 4 * protocol.EAGER_NBYTES
@@ -35,10 +37,11 @@ class Two:
 
 
 @contextlib.contextmanager
-def two_ranks() -> Iterator[Two]:
+def two_ranks(fabric: LoopbackFabric | None = None) -> Iterator[Two]:
+    """Make two ranks, over NIXL or on a fake network."""
     store = HashStore()
     a, b = (
-        Communicator(store, rank, 2, timeout=DEADLINE, connection=Connection.open(f"two{rank}"))
+        Communicator(store, rank, 2, timeout=DEADLINE, connection=_connect(f"two{rank}", fabric))
         for rank in range(2)
     )
     try:
@@ -48,6 +51,18 @@ def two_ranks() -> Iterator[Two]:
             communicator.abort()
         for communicator in (a, b):
             communicator.connection.abort()
+
+
+def _connect(name: str, fabric: LoopbackFabric | None) -> Connection:
+    return Connection.open(name) if fabric is None else Connection(fabric.adapter(name))
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait for what other threads bring about."""
+    deadline = time.monotonic() + DEADLINE
+    while not condition():
+        assert time.monotonic() < deadline, "it never came to pass"
+        time.sleep(0.001)
 
 
 @pytest.fixture(scope="module")

@@ -670,6 +670,37 @@ def test_a_receive_that_ends_while_its_memory_is_registered_leaves_nothing(
     assert b._exchange.peers[0].remote.flight == 0
 
 
+def test_a_receive_that_is_given_up_owns_its_memory_until_both_halves_are_final(
+    world: World, fabric: LoopbackFabric
+) -> None:
+    a, b = met(world)
+    count = protocol.SPLIT_NBYTES // 2  # two MiB: neither half ends byte by byte
+    send = a.isend(torch.ones(count), 1)
+    b.probe(0)
+
+    def wait() -> None:
+        with contextlib.suppress(TransferError):  # It is cancelled by the receiver.
+            send.wait(20)
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    [offer] = b._exchange.inbox._offers.values()
+    until(lambda: offer.sender_waits)
+    for rank in (a, b):
+        fabric.delay(1, initiator=rank.connection.name)
+    out = torch.zeros(count)  # held, so that bytes that land too late have a place
+    receive = b.irecv(0, out=out)
+    until(lambda: receive._operation.in_flight > 0 and send._operation.in_flight > 0)  # type: ignore[union-attr]
+    assert receive.statistics().route == "split"
+    receive.cancel()
+    fabric.delay(None, initiator=b.connection.name)
+    until(lambda: receive._operation.in_flight == 0)  # type: ignore[union-attr]
+    assert not receive.wait_released(0.05), "the sender still writes"
+    fabric.delay(None, initiator=a.connection.name)
+    assert receive.wait_released(5)
+    waiting.join(10)
+
+
 def test_an_operation_that_has_ended_before_it_starts_enters_no_table(world: World) -> None:
     a, b = met(world)
     done = a.irecv(1)
