@@ -70,6 +70,25 @@ def check_calls(ranks: list[Rank]) -> None:
         assert {thread for _, thread in rank.device.calls} <= allowed
 
 
+def check_order(
+    ranks: list[Rank],
+    slow: threading.Event,
+    works: Sequence[CollectiveWork],
+    checks: Sequence[tuple[torch.Tensor, torch.Tensor]],
+) -> None:
+    """Nothing may move before the slow kernel; then each tensor must hold what is expected."""
+    for _ in range(20):
+        for one in ranks:
+            one.comm.connection.progress.step()
+    assert not any(work.is_completed() for work in works)
+    slow.set()
+    for work in works:
+        work.synchronize(SECONDS)
+    for index, (out, want) in enumerate(checks):
+        assert torch.equal(out, want), (index, out, want)
+    check_calls(ranks)
+
+
 @pytest.mark.parametrize("strided", [False, True], ids=["dense", "strided"])
 def test_all_reduce_in_stream_order(
     world: World, slow: threading.Event, reducing: str, strided: bool
@@ -186,16 +205,7 @@ def test_every_collective_waits_for_its_tensors(
                 (out, torch.full((COUNT - i,), 3.0 * i + 3)) for i, out in enumerate(several[:4])
             ]
             checks.append((several[4], torch.full((20_000,), 3.0)))
-    for _ in range(20):
-        for one in ranks:
-            one.comm.connection.progress.step()
-    assert not any(work.is_completed() for work in works)
-    slow.set()
-    for work in works:
-        work.synchronize(SECONDS)
-    for index, (out, want) in enumerate(checks):
-        assert torch.equal(out, want), (index, out, want)
-    check_calls(ranks)
+    check_order(ranks, slow, works, checks)
 
 
 def test_parts_with_gaps_are_packed_in_stream_order(
@@ -220,16 +230,7 @@ def test_parts_with_gaps_are_packed_in_stream_order(
             several = [one.made(whole[0, :40] + rank, strided=True) for _ in range(3)]
             works.append(some(c.all_reduce_tensor(several, group=comm, async_op=True)))
             checks += [(each, 3 * whole[0, :40] + 3) for each in several]
-    for _ in range(20):
-        for one in ranks:
-            one.comm.connection.progress.step()
-    assert not any(work.is_completed() for work in works)
-    slow.set()
-    for work in works:
-        work.synchronize(SECONDS)
-    for index, (out, want) in enumerate(checks):
-        assert torch.equal(out, want), (index, out, want)
-    check_calls(ranks)
+    check_order(ranks, slow, works, checks)
 
 
 def test_a_host_and_a_device_take_part_together(world: World, slow: threading.Event) -> None:
