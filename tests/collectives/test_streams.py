@@ -18,6 +18,7 @@ from torch.distributed import HashStore
 from collectives.conftest import World
 from torch_nixl import collectives as c
 from torch_nixl.collectives import CollectiveWork
+from torch_nixl.collectives.device_operation import DeviceCollective
 from torch_nixl.collectives.operation import CollectiveOperation
 from torch_nixl.collectives.reduction import ReduceOp
 from torch_nixl.engine.connection import Connection
@@ -206,6 +207,59 @@ def test_every_collective_waits_for_its_tensors(
             ]
             checks.append((several[4], torch.full((20_000,), 3.0)))
     check_order(ranks, slow, works, checks)
+
+
+class Busy:
+    """A collective's lock; who lets go of it first lets the device's turn end before that."""
+
+    def __init__(self, operation: DeviceCollective, turn: threading.Event) -> None:
+        self._lock = operation._running
+        self._owner = threading.current_thread()
+        self._turn = turn
+        self.refused = threading.Event()
+
+    def acquire(self, blocking: bool) -> bool:
+        got = self._lock.acquire(blocking)
+        if not got:
+            self.refused.set()
+        return got
+
+    def release(self) -> None:
+        if threading.current_thread() is self._owner and not self._turn.is_set():
+            self._turn.set()
+            assert self.refused.wait(SECONDS)
+        self._lock.release()
+
+
+def test_turn_that_ends_while_another_thread_looks_is_gone_on_after(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who looks finds that the device's thread has its turn; that one finds the lock taken."""
+    a, b = world(2)
+    device, other = FakeDevice(), torch.full((100_000,), 2.0)
+    tensor = device.tensor(torch.ones(100_000))
+    begun, end, turn = threading.Event(), threading.Event(), DeviceCollective._turn
+
+    def slow_turn(self: DeviceCollective) -> None:
+        turn(self)
+        begun.set()
+        assert end.wait(SECONDS)
+
+    monkeypatch.setattr(DeviceCollective, "_turn", slow_turn)
+    work = some(c.all_reduce_tensor(tensor, group=a, async_op=True))
+    operation = work._operation
+    assert isinstance(operation, DeviceCollective)
+    assert begun.wait(SECONDS)
+    busy = Busy(operation, end)
+    operation._running = busy  # type: ignore[assignment]
+    operation.attend()
+    assert busy.refused.is_set()
+    theirs = some(c.all_reduce_tensor(other, group=b, async_op=True))
+    ended = threading.Event()
+    work.add_done_callback(ended.set)
+    assert ended.wait(SECONDS / 2), "nobody goes on with it"
+    theirs.wait(SECONDS)
+    assert bool((tensor == 3).all())
 
 
 def test_parts_with_gaps_are_packed_in_stream_order(

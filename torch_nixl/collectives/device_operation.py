@@ -72,25 +72,31 @@ class DeviceCollective(Ordered, CollectiveOperation):
         while not self._done and order is not None and order.passed():
             goes_on = False
             try:  # [Note: interrupts] in engine/progress.py
+                if not running.acquire(blocking=False):
+                    break  # Whoever holds it looks again.
                 # The flag stays set while the device's thread has its turn: no lock could be
                 # released there.
-                if not running.acquire(blocking=False) or self._stepping:
-                    break
-                try:
-                    self._stepping = True
-                    goes_on = self._is_due()
-                except Exception as error:  # noqa: BLE001 - it ends the collective, on every rank
-                    self._group.fail(self, error)
-                finally:
-                    self._stepping = goes_on
-                if goes_on:
-                    order.devices[0].run(self._turn, self._after_turn)
-                    return True
+                has_turn = self._stepping
+                if not has_turn:
+                    try:
+                        self._stepping = True
+                        goes_on = self._is_due()
+                    except Exception as error:  # noqa: BLE001 - ends the collective, on every rank
+                        self._group.fail(self, error)
+                    finally:
+                        self._stepping = goes_on
+                    if goes_on:
+                        order.devices[0].run(self._turn, self._after_turn)
+                        return True
             finally:
                 try:
                     running.release()
                 except RuntimeError:
                     pass
+            if has_turn:
+                if self._stepping:
+                    break  # At its end the device's thread looks again.
+                continue  # It has ended, and may have found the lock taken.
             blocking = self._blocking
             if self._done or blocking is None:
                 break
