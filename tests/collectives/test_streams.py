@@ -210,12 +210,12 @@ def test_every_collective_waits_for_its_tensors(
 
 
 class Busy:
-    """A collective's lock; who lets go of it first lets the device's turn end before that."""
+    """A collective's lock. Who lets go of it first lets the device's turn end before that."""
 
-    def __init__(self, operation: DeviceCollective, turn: threading.Event) -> None:
+    def __init__(self, operation: DeviceCollective) -> None:
         self._lock = operation._running
-        self._owner = threading.current_thread()
-        self._turn = turn
+        self._used = False
+        self.may_end = threading.Event()
         self.refused = threading.Event()
 
     def acquire(self, blocking: bool) -> bool:
@@ -225,10 +225,25 @@ class Busy:
         return got
 
     def release(self) -> None:
-        if threading.current_thread() is self._owner and not self._turn.is_set():
-            self._turn.set()
+        if not self._used:
+            self._used = True
+            self.may_end.set()
             assert self.refused.wait(SECONDS)
         self._lock.release()
+
+
+def check_goes_on(work: CollectiveWork, other: Communicator) -> None:
+    """Without anybody who waits for it."""
+    ended = threading.Event()
+    work.add_done_callback(ended.set)
+    theirs = some(
+        c.all_reduce_tensor(
+            torch.full((100_000,), 2.0), group=other, async_op=True, timeout=SECONDS
+        )
+    )
+    assert ended.wait(SECONDS / 2), "nobody goes on with it"
+    theirs.wait(SECONDS)
+    assert bool((work.result()[0] == 3).all())
 
 
 def test_turn_that_ends_while_another_thread_looks_is_gone_on_after(
@@ -236,30 +251,40 @@ def test_turn_that_ends_while_another_thread_looks_is_gone_on_after(
 ) -> None:
     """Who looks finds that the device's thread has its turn; that one finds the lock taken."""
     a, b = world(2)
-    device, other = FakeDevice(), torch.full((100_000,), 2.0)
-    tensor = device.tensor(torch.ones(100_000))
-    begun, end, turn = threading.Event(), threading.Event(), DeviceCollective._turn
+    begun, turn, busy = threading.Event(), DeviceCollective._turn, list[Busy]()
 
     def slow_turn(self: DeviceCollective) -> None:
         turn(self)
-        begun.set()
-        assert end.wait(SECONDS)
+        if not busy:
+            busy.append(Busy(self))
+            begun.set()
+            assert busy[0].may_end.wait(SECONDS)
 
     monkeypatch.setattr(DeviceCollective, "_turn", slow_turn)
+    tensor = FakeDevice().tensor(torch.ones(100_000))
     work = some(c.all_reduce_tensor(tensor, group=a, async_op=True))
     operation = work._operation
-    assert isinstance(operation, DeviceCollective)
     assert begun.wait(SECONDS)
-    busy = Busy(operation, end)
-    operation._running = busy  # type: ignore[assignment]
+    operation._running = busy[0]  # type: ignore[assignment]
     operation.attend()
-    assert busy.refused.is_set()
-    theirs = some(c.all_reduce_tensor(other, group=b, async_op=True))
-    ended = threading.Event()
-    work.add_done_callback(ended.set)
-    assert ended.wait(SECONDS / 2), "nobody goes on with it"
-    theirs.wait(SECONDS)
-    assert bool((tensor == 3).all())
+    check_goes_on(work, b)
+
+
+def test_turn_that_ends_before_its_begin_has_returned_is_gone_on_after(
+    world: World, slow: threading.Event
+) -> None:
+    """Who has begun it holds the lock still."""
+    a, b = world(2)
+    device = FakeDevice()
+    tensor, stream = device.tensor(torch.ones(100_000)), device.new_stream()
+    stream.launch(lambda: wait_on(slow))
+    with device.stream(stream):
+        work = some(c.all_reduce_tensor(tensor, group=a, async_op=True))
+    operation = work._operation
+    assert isinstance(operation, DeviceCollective)
+    operation._running = Busy(operation)  # type: ignore[assignment]
+    slow.set()
+    check_goes_on(work, b)
 
 
 def test_parts_with_gaps_are_packed_in_stream_order(

@@ -69,6 +69,7 @@ class DeviceCollective(Ordered, CollectiveOperation):
         """Have the device's thread run the algorithm, if that can go on."""
         order = self.order
         running = self._running
+        moved = False
         while not self._done and order is not None and order.passed():
             goes_on = False
             try:  # [Note: interrupts] in engine/progress.py
@@ -87,7 +88,7 @@ class DeviceCollective(Ordered, CollectiveOperation):
                         self._stepping = goes_on
                     if goes_on:
                         order.devices[0].run(self._turn, self._after_turn)
-                        return True
+                        has_turn = moved = True
             finally:
                 try:
                     running.release()
@@ -106,7 +107,7 @@ class DeviceCollective(Ordered, CollectiveOperation):
             if not blocking._done:
                 break
             # It ended meanwhile, and who noticed may have found it busy.
-        return False
+        return moved
 
     def _is_due(self) -> bool:
         """Whether the algorithm can go on; ends what has nothing left to do. Alone, as `_turn`."""
