@@ -353,7 +353,7 @@ class Spans:
     def _make(self, ended: observers.Ended) -> None:
         try:
             self._make_span(ended)
-        except Exception:
+        except Exception:  # Whatever a provider or an exporter raises, those behind get theirs.
             log.exception("no span could be made")
 
     def _make_span(self, ended: observers.Ended) -> None:

@@ -14,7 +14,7 @@ from torch_nixl import collectives as c
 from torch_nixl.collectives import inquiry, operation
 from torch_nixl.collectives.group import group_of
 from torch_nixl.engine.connection import Connection
-from torch_nixl.errors import PeerLostError, TransferTimeout
+from torch_nixl.errors import PeerLostError, TransferCancelled, TransferTimeout
 from torch_nixl.p2p.communicator import Communicator
 from torch_nixl.p2p.tensors import MismatchError
 from torch_nixl.testing import LoopbackFabric
@@ -81,6 +81,34 @@ def test_earlier_collectives_that_need_the_rank_that_left_end_on_all(world: Worl
         with pytest.raises(PeerLostError):
             work.wait()
     assert time.monotonic() - started < 8
+
+
+def test_collective_that_failed_is_ended_whoever_else_is_about_to(world: World) -> None:
+    ranks = world(2)
+    work = c.barrier(group=ranks[1], async_op=True)
+    assert work is not None
+    group, begun = group_of(ranks[1]), work._operation
+    # As another thread does that fails the group, before it ends what was under way.
+    group._active.pop(begun.number)
+    group.fail(begun, PeerLostError("rank 0 left"))
+    assert isinstance(work.exception(), PeerLostError)
+
+
+def test_collective_whose_algorithm_was_interrupted_fails(world: World) -> None:
+    def interrupted() -> operation.Steps:
+        yield from ()
+        raise KeyboardInterrupt
+
+    ranks = world(2)
+    work = c.barrier(group=ranks[1], async_op=True)
+    assert work is not None
+    begun = work._operation
+    begun._blocking, begun._steps = None, interrupted()
+    with pytest.raises(KeyboardInterrupt):
+        begun.attend()
+    begun.attend()
+    with pytest.raises(TransferCancelled, match="interrupted by KeyboardInterrupt"):
+        work.wait(10)
 
 
 def test_one_that_only_waits_for_others_learns_that_an_earlier_collective_failed(

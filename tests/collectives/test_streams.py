@@ -18,6 +18,7 @@ from torch.distributed import HashStore
 from collectives.conftest import World
 from torch_nixl import collectives as c
 from torch_nixl.collectives import CollectiveWork
+from torch_nixl.collectives.device_operation import DeviceCollective
 from torch_nixl.collectives.operation import CollectiveOperation
 from torch_nixl.collectives.reduction import ReduceOp
 from torch_nixl.engine.connection import Connection
@@ -68,6 +69,25 @@ def check_calls(ranks: list[Rank]) -> None:
         name = rank.device.name
         allowed = {threading.current_thread().name, f"fake-{name}-run", f"fake-{name}-allocate"}
         assert {thread for _, thread in rank.device.calls} <= allowed
+
+
+def check_order(
+    ranks: list[Rank],
+    slow: threading.Event,
+    works: Sequence[CollectiveWork],
+    checks: Sequence[tuple[torch.Tensor, torch.Tensor]],
+) -> None:
+    """Nothing may move before the slow kernel; then each tensor must hold what is expected."""
+    for _ in range(20):
+        for one in ranks:
+            one.comm.connection.progress.step()
+    assert not any(work.is_completed() for work in works)
+    slow.set()
+    for work in works:
+        work.synchronize(SECONDS)
+    for index, (out, want) in enumerate(checks):
+        assert torch.equal(out, want), (index, out, want)
+    check_calls(ranks)
 
 
 @pytest.mark.parametrize("strided", [False, True], ids=["dense", "strided"])
@@ -186,16 +206,85 @@ def test_every_collective_waits_for_its_tensors(
                 (out, torch.full((COUNT - i,), 3.0 * i + 3)) for i, out in enumerate(several[:4])
             ]
             checks.append((several[4], torch.full((20_000,), 3.0)))
-    for _ in range(20):
-        for one in ranks:
-            one.comm.connection.progress.step()
-    assert not any(work.is_completed() for work in works)
+    check_order(ranks, slow, works, checks)
+
+
+class Busy:
+    """A collective's lock. Who lets go of it first lets the device's turn end before that."""
+
+    def __init__(self, operation: DeviceCollective) -> None:
+        self._lock = operation._running
+        self._used = False
+        self.may_end = threading.Event()
+        self.refused = threading.Event()
+
+    def acquire(self, blocking: bool) -> bool:
+        got = self._lock.acquire(blocking)
+        if not got:
+            self.refused.set()
+        return got
+
+    def release(self) -> None:
+        if not self._used:
+            self._used = True
+            self.may_end.set()
+            assert self.refused.wait(SECONDS)
+        self._lock.release()
+
+
+def check_goes_on(work: CollectiveWork, other: Communicator) -> None:
+    """Without anybody who waits for it."""
+    ended = threading.Event()
+    work.add_done_callback(ended.set)
+    theirs = some(
+        c.all_reduce_tensor(
+            torch.full((100_000,), 2.0), group=other, async_op=True, timeout=SECONDS
+        )
+    )
+    assert ended.wait(SECONDS / 2), "nobody goes on with it"
+    theirs.wait(SECONDS)
+    assert bool((work.result()[0] == 3).all())
+
+
+def test_turn_that_ends_while_another_thread_looks_is_gone_on_after(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who looks finds that the device's thread has its turn; that one finds the lock taken."""
+    a, b = world(2)
+    begun, turn, busy = threading.Event(), DeviceCollective._turn, list[Busy]()
+
+    def slow_turn(self: DeviceCollective) -> None:
+        turn(self)
+        if not busy:
+            busy.append(Busy(self))
+            begun.set()
+            assert busy[0].may_end.wait(SECONDS)
+
+    monkeypatch.setattr(DeviceCollective, "_turn", slow_turn)
+    tensor = FakeDevice().tensor(torch.ones(100_000))
+    work = some(c.all_reduce_tensor(tensor, group=a, async_op=True))
+    operation = work._operation
+    assert begun.wait(SECONDS)
+    operation._running = busy[0]  # type: ignore[assignment]
+    operation.attend()
+    check_goes_on(work, b)
+
+
+def test_turn_that_ends_before_its_begin_has_returned_is_gone_on_after(
+    world: World, slow: threading.Event
+) -> None:
+    """Who has begun it holds the lock still."""
+    a, b = world(2)
+    device = FakeDevice()
+    tensor, stream = device.tensor(torch.ones(100_000)), device.new_stream()
+    stream.launch(lambda: wait_on(slow))
+    with device.stream(stream):
+        work = some(c.all_reduce_tensor(tensor, group=a, async_op=True))
+    operation = work._operation
+    assert isinstance(operation, DeviceCollective)
+    operation._running = Busy(operation)  # type: ignore[assignment]
     slow.set()
-    for work in works:
-        work.synchronize(SECONDS)
-    for index, (out, want) in enumerate(checks):
-        assert torch.equal(out, want), (index, out, want)
-    check_calls(ranks)
+    check_goes_on(work, b)
 
 
 def test_parts_with_gaps_are_packed_in_stream_order(
@@ -220,16 +309,7 @@ def test_parts_with_gaps_are_packed_in_stream_order(
             several = [one.made(whole[0, :40] + rank, strided=True) for _ in range(3)]
             works.append(some(c.all_reduce_tensor(several, group=comm, async_op=True)))
             checks += [(each, 3 * whole[0, :40] + 3) for each in several]
-    for _ in range(20):
-        for one in ranks:
-            one.comm.connection.progress.step()
-    assert not any(work.is_completed() for work in works)
-    slow.set()
-    for work in works:
-        work.synchronize(SECONDS)
-    for index, (out, want) in enumerate(checks):
-        assert torch.equal(out, want), (index, out, want)
-    check_calls(ranks)
+    check_order(ranks, slow, works, checks)
 
 
 def test_a_host_and_a_device_take_part_together(world: World, slow: threading.Event) -> None:

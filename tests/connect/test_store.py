@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import datetime
+import os
+import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -186,3 +188,55 @@ def test_a_store_that_hangs_keeps_nobody_from_publishing_in_another(pair: Pair) 
     publishing.join(DEADLINE)
     stuck.cancel()
     exposed.cancel()
+
+
+def in_a_fork(program: Callable[[], bool]) -> bool:
+    """What a forked child says; False if it does not come to that."""
+    child = os.fork()
+    if child == 0:
+        said = False
+        signal.alarm(60)
+        try:
+            said = program()
+        finally:
+            os._exit(0 if said else 1)
+    return os.waitpid(child, 0)[1] == 0
+
+
+def test_a_forked_child_removes_its_own_keys_and_none_of_its_parents(pair: Pair) -> None:
+    patience = datetime.timedelta(seconds=20)
+    shared, remover = TCPStore("127.0.0.1", 0, 1, True, timeout=patience), store_module._remover
+    exposed, before = pair.readable(bytearray(8)), pair.readable(bytearray(8))
+    connect.publish(shared, "parent's", exposed)
+    connect.publish(shared, "before", before)
+    before.cancel()
+    assert gone(shared, "before")  # The parent's thread runs.
+
+    def program() -> bool:
+        exposed.connection.engine.progress.stop()  # Calls back those of what ended by the fork.
+        own = HashStore()
+        own.set("child's", "text")
+        remover.remove(own, "child's", "text")
+        removed = gone(own, "child's")
+        remover.stop()
+        return removed
+
+    assert in_a_fork(program)
+    assert shared.check(["parent's"])
+    exposed.cancel()
+    assert gone(shared, "parent's")
+
+
+def test_where_no_thread_can_be_started_any_more_keys_are_removed_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def start(self: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    store, remover = HashStore(), store_module._Remover()
+    for key in ("one", "two"):
+        store.set(key, "text")
+        remover.remove(store, key, "text")
+        assert not store.check([key])
+    remover.exit()

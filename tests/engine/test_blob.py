@@ -352,7 +352,6 @@ os._exit(0)
 
 
 def child(script: str, given: object = None) -> subprocess.CompletedProcess[bytes]:
-    pytest.importorskip("nixl._bindings")
     environment = dict(os.environ, NIXL_LOG_LEVEL="FATAL", UCX_LOG_LEVEL="FATAL")
     return subprocess.run(
         [sys.executable, "-c", AGENT + script],

@@ -260,7 +260,6 @@ class TestTensorsAreRefused:
         yield
         dist.destroy_process_group()
 
-    @pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
     @pytest.mark.usefixtures("alone")
     def test_a_dtensor_is_refused_and_its_local_part_taken(self) -> None:
         from torch.distributed.device_mesh import init_device_mesh

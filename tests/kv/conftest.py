@@ -6,10 +6,13 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from kv.worlds import MODES
 from torch_nixl.engine.connection import Connection
 from torch_nixl.testing import LoopbackFabric
 
 Open = Callable[..., Connection]
+
+BOTH = pytest.mark.parametrize("mode", MODES)
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ import torch
 from stopping import stop_process
 
 import torch_nixl
-from kv.worlds import LAYERS, PAGE, Decode, Prefill, nothing_held, tensors, until
+from kv.worlds import LAYERS, MODES, PAGE, Decode, Prefill, nothing_held, tensors, until
 from torch_nixl.engine.connection import Connection
 from torch_nixl.errors import PeerLostError, TransferError, TransferTimeout
 from torch_nixl.kv.fetch import Fetch
@@ -23,7 +23,6 @@ from torch_nixl.kv.offer import Offer
 from torch_nixl.testing import Rank
 
 NUM_PAGES = 48
-MODES = ("pull", "push")
 
 
 class Peer:

@@ -9,8 +9,20 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kv.conftest import Open
-from kv.worlds import DIM, HEADS, LAYERS, PAGE, Decode, Prefill, arrived, nothing_held, over, until
+from kv.conftest import BOTH, Open
+from kv.worlds import (
+    DIM,
+    HEADS,
+    LAYERS,
+    MODES,
+    PAGE,
+    Decode,
+    Prefill,
+    arrived,
+    nothing_held,
+    over,
+    until,
+)
 from torch_nixl.kv.cache import CacheGroup, KVCache
 from torch_nixl.kv.client import KVCacheClient
 from torch_nixl.kv.fetch import Fetch
@@ -18,10 +30,8 @@ from torch_nixl.kv.server import KVCacheServer
 from torch_nixl.kv.ticket import Ticket
 from torch_nixl.testing import LoopbackFabric
 
-MODES = ("pull", "push")
 
-
-@pytest.mark.parametrize("mode", MODES)
+@BOTH
 def test_pages_arrive_and_are_free_on_both_sides(connect: Open, mode: str) -> None:
     prefill, decode = Prefill(connect("p")), Decode(connect("d"))
     offer = prefill.server.offer("one", [3, 1, 2], 40)
@@ -40,7 +50,7 @@ def test_pages_arrive_and_are_free_on_both_sides(connect: Open, mode: str) -> No
     assert nothing_held(prefill.server.statistics(), decode.client.statistics())
 
 
-@pytest.mark.parametrize("mode", MODES)
+@BOTH
 @pytest.mark.parametrize(("start", "stop"), [(16, 40), (20, 40), (20, 21), (0, 7), (40, 40)])
 def test_only_missing_positions_move(connect: Open, mode: str, start: int, stop: int) -> None:
     prefill, decode = Prefill(connect("p")), Decode(connect("d"))
@@ -70,7 +80,7 @@ def test_pages_of_a_prefix_need_not_be_named(connect: Open) -> None:
     assert arrived(prefill.tensors, [5], decode.tensors, [9], 0, 16)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@BOTH
 @pytest.mark.parametrize("taken_after", [0, 2, LAYERS])
 def test_layers_move_as_they_are_computed(connect: Open, mode: str, taken_after: int) -> None:
     prefill, decode = Prefill(connect("p"), seed=1), Decode(connect("d"))
@@ -103,7 +113,7 @@ def test_layers_are_ready_in_order_and_once(connect: Open) -> None:
         offer.layer_ready(0)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@BOTH
 @pytest.mark.parametrize(("sizes", "axes"), [((16, 64), "KPHTD"), ((32, 8), "KPTHD")])
 def test_caches_of_other_shapes_are_converted(
     connect: Open, mode: str, sizes: tuple[int, int], axes: str
@@ -125,7 +135,7 @@ def test_caches_of_other_shapes_are_converted(
         assert torch.equal(one[:, :60], other[:, :60])
 
 
-@pytest.mark.parametrize("mode", MODES)
+@BOTH
 @pytest.mark.parametrize(("prefills", "decodes"), [(1, 2), (2, 1), (4, 2), (2, 4), (4, 4)])
 def test_ranks_of_tensor_parallel_groups_share_heads(
     connect: Open, mode: str, prefills: int, decodes: int
@@ -203,7 +213,7 @@ def test_groups_that_share_their_pages_share_a_ledger(connect: Open) -> None:
         KVCacheServer(connect("q"), KVCache.of_groups(mixed, model="m"))
 
 
-@pytest.mark.parametrize("mode", MODES)
+@BOTH
 def test_a_process_hands_over_to_itself(connect: Open, mode: str) -> None:
     connection = connect("both")
     prefill, decode = Prefill(connection), Decode(connection)
@@ -214,7 +224,7 @@ def test_a_process_hands_over_to_itself(connect: Open, mode: str) -> None:
     assert arrived(prefill.tensors, [3, 1], decode.tensors, [4, 5], 0, 32)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@BOTH
 def test_both_processes_offer_and_ask(connect: Open, mode: str) -> None:
     """Numbers and leases are the same in both directions: services tell them apart."""
     a, b = connect("a"), connect("b")

@@ -9,11 +9,12 @@ import threading
 import pytest
 import torch
 
-from kv.conftest import Open
+from kv.conftest import BOTH, Open
 from kv.worlds import (
     DIM,
     HEADS,
     LAYERS,
+    MODES,
     PAGE,
     Decode,
     Prefill,
@@ -44,8 +45,6 @@ from torch_nixl.kv.server import KVCacheServer
 from torch_nixl.kv.ticket import Ticket, describe
 from torch_nixl.testing import LoopbackFabric
 
-MODES = ("pull", "push")
-
 
 def forged(ticket: str, **changes: object) -> str:
     """A ticket of other fields whose seal is good: no secret is set."""
@@ -60,7 +59,7 @@ def untouched(decode: Decode) -> bool:
 # Leases.
 
 
-@pytest.mark.parametrize("mode", MODES)
+@BOTH
 def test_expired_lease_moves_nothing(connect: Open, mode: str) -> None:
     prefill, decode = Prefill(connect("p")), Decode(connect("d"))
     offer = prefill.server.offer("one", [3, 1], 32, lease=0.01)
@@ -79,7 +78,7 @@ def test_expired_lease_moves_nothing(connect: Open, mode: str) -> None:
     assert dict(decode.client.statistics().outcomes) == {"expired": 1}
 
 
-@pytest.mark.parametrize("mode", MODES)
+@BOTH
 def test_consumed_lease_moves_nothing(connect: Open, mode: str) -> None:
     prefill, decode, late = Prefill(connect("p")), Decode(connect("d")), Decode(connect("l"))
     offer = prefill.server.offer("one", [3], 16, ready=False)
@@ -97,7 +96,7 @@ def test_consumed_lease_moves_nothing(connect: Open, mode: str) -> None:
     assert arrived(prefill.tensors, [3], decode.tensors, [4], 0, 16)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@BOTH
 def test_unknown_lease_moves_nothing(connect: Open, mode: str) -> None:
     prefill, decode = Prefill(connect("p")), Decode(connect("d"))
     offer = prefill.server.offer("one", [3], 16)
@@ -110,7 +109,7 @@ def test_unknown_lease_moves_nothing(connect: Open, mode: str) -> None:
     decode.fetch(mode, offer.ticket, [4]).wait(10)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@BOTH
 def test_range_beyond_the_lease_moves_nothing(connect: Open, mode: str) -> None:
     prefill, decode = Prefill(connect("p")), Decode(connect("d"))
     offer = prefill.server.offer("one", [3, 1], 32, first=16)
@@ -166,7 +165,7 @@ def test_lost_server_ends_a_heartbeat(fabric: LoopbackFabric, connect: Open) -> 
 # Givers-up.
 
 
-@pytest.mark.parametrize("mode", MODES)
+@BOTH
 @pytest.mark.parametrize("layers", [0, 1, LAYERS - 1])
 def test_prefill_gives_up_in_the_middle(connect: Open, mode: str, layers: int) -> None:
     prefill, decode = Prefill(connect("p")), Decode(connect("d"))
@@ -185,7 +184,7 @@ def test_prefill_gives_up_in_the_middle(connect: Open, mode: str, layers: int) -
     assert nothing_held(prefill.server.statistics(), decode.client.statistics())
 
 
-@pytest.mark.parametrize("mode", MODES)
+@BOTH
 @pytest.mark.parametrize("layers", [0, 1, LAYERS - 1])
 def test_decode_gives_up_in_the_middle(connect: Open, mode: str, layers: int) -> None:
     prefill, decode = Prefill(connect("p")), Decode(connect("d"))
@@ -208,7 +207,7 @@ def test_decode_gives_up_in_the_middle(connect: Open, mode: str, layers: int) ->
     decode.fetch(mode, again.ticket, [4, 5]).wait(10)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@BOTH
 def test_pages_are_held_until_a_slow_mover_has_stopped(
     fabric: LoopbackFabric, connect: Open, mode: str
 ) -> None:
@@ -232,7 +231,7 @@ def test_pages_are_held_until_a_slow_mover_has_stopped(
     assert not mover.operations.transfers
 
 
-@pytest.mark.parametrize("mode", MODES)
+@BOTH
 def test_decode_gives_up_before_the_caches_have_met(
     fabric: LoopbackFabric, connect: Open, mode: str
 ) -> None:
@@ -256,7 +255,7 @@ def test_withdrawn_before_it_was_taken(connect: Open) -> None:
         decode.client.pull(offer.ticket, [4]).wait(10)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@BOTH
 @pytest.mark.parametrize("slow", ["prefill", "decode"])
 def test_timeout_on_either_side_ends_both(connect: Open, mode: str, slow: str) -> None:
     mine = 0.05
@@ -272,7 +271,7 @@ def test_timeout_on_either_side_ends_both(connect: Open, mode: str, slow: str) -
     assert nothing_held(prefill.server.statistics(), decode.client.statistics())
 
 
-@pytest.mark.parametrize("mode", MODES)
+@BOTH
 def test_wait_with_a_timeout_ends_the_request(connect: Open, mode: str) -> None:
     prefill, decode = Prefill(connect("p")), Decode(connect("d"))
     offer = prefill.server.offer("one", [3], 16, ready=False)
@@ -289,7 +288,7 @@ def test_wait_with_a_timeout_ends_the_request(connect: Open, mode: str) -> None:
     assert lonely.released
 
 
-@pytest.mark.parametrize("mode", MODES)
+@BOTH
 @pytest.mark.parametrize("what", ["prepare", "post"])
 def test_failed_transfer_is_reported_for_each_page(
     fabric: LoopbackFabric, connect: Open, mode: str, what: str
@@ -313,7 +312,7 @@ def test_failed_transfer_is_reported_for_each_page(
 # Deaths.
 
 
-@pytest.mark.parametrize("mode", MODES)
+@BOTH
 @pytest.mark.parametrize("layers", [0, 1])
 @pytest.mark.parametrize("dies", ["p", "d"])
 def test_killed_peer_frees_pages_and_the_others_go_on(
@@ -349,7 +348,7 @@ def test_killed_peer_frees_pages_and_the_others_go_on(
         survivor.fetch(mode, again.ticket, [4, 5]).wait(10)  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("mode", MODES)
+@BOTH
 def test_lost_but_living_peer_keeps_pages_until_it_answers(
     fabric: LoopbackFabric, connect: Open, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -414,7 +413,7 @@ def test_close_waits_for_what_moves(connect: Open) -> None:
     assert not closer.is_alive() and offer.error is None
 
 
-@pytest.mark.parametrize("mode", MODES)
+@BOTH
 @pytest.mark.parametrize("side", ["p", "d"])
 def test_closing_connection_gives_up_what_waits_for_layers_at_once(
     connect: Open, mode: str, side: str

@@ -10,7 +10,7 @@ import threading
 import pytest
 import torch
 
-from kv.conftest import Open
+from kv.conftest import BOTH, Open
 from kv.worlds import (
     DIM,
     HEADS,
@@ -39,10 +39,8 @@ from torch_nixl.kv.hub import hub_of
 from torch_nixl.kv.server import KVCacheServer
 from torch_nixl.testing import LoopbackFabric
 
-MODES = ("pull", "push")
 
-
-@pytest.mark.parametrize("mode", MODES)
+@BOTH
 def test_pool_that_has_moved_is_refused(connect: Open, mode: str) -> None:
     prefill, decode = Prefill(connect("p")), Decode(connect("d"))
     offer = prefill.server.offer("one", [3], 16)
@@ -87,7 +85,7 @@ def test_peer_with_many_caches_pushes_out_its_own(
         client.close()
 
 
-@pytest.mark.parametrize("mode", MODES)
+@BOTH
 def test_too_many_peers_are_refused_and_cost_nothing(
     connect: Open, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,7 +153,7 @@ def test_heartbeats_count_that_came_while_prefill_stood_still(connect: Open) -> 
         offer.wait(10)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@BOTH
 def test_slow_callback_holds_up_no_other_request(
     connect: Open, mode: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -260,7 +258,7 @@ def test_dtype_that_cannot_be_sent(connect: Open) -> None:
     assert not hub_of(connection)._pools
 
 
-@pytest.mark.parametrize("mode", MODES)
+@BOTH
 @pytest.mark.parametrize(("prefills", "decodes"), [(4, 1), (4, 2), (4, 4), (2, 4)])
 def test_replicas_that_nobody_needs_have_their_pages_back(
     connect: Open, mode: str, prefills: int, decodes: int

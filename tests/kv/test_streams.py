@@ -16,11 +16,12 @@ import torch
 from slow_streams import SECONDS, wait_on
 
 from kv import caches
-from kv.conftest import Open
+from kv.conftest import BOTH, Open
 from kv.worlds import (
     DIM,
     HEADS,
     LAYERS,
+    MODES,
     PAGE,
     Decode,
     Prefill,
@@ -47,9 +48,6 @@ from torch_nixl.kv.layout import Geometry
 from torch_nixl.kv.offer import Offer
 from torch_nixl.kv.server import KVCacheServer
 from torch_nixl.testing import FakeDevice, FakeStream, LoopbackFabric
-
-MODES = ("pull", "push")
-BOTH = pytest.mark.parametrize("mode", MODES)
 
 
 def queued(
@@ -519,7 +517,7 @@ def test_failed_pages_of_several_groups(connect: Open, device: FakeDevice) -> No
         assert found == pages and bool(one[:, pages].isnan().all())
 
 
-@pytest.mark.parametrize("mode", MODES)
+@BOTH
 def test_ranks_fill_their_heads_in_order(
     connect: Open, device: FakeDevice, slow: threading.Event, mode: str
 ) -> None:

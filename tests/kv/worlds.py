@@ -21,6 +21,9 @@ PAGE = 16
 HEADS = 2
 DIM = 8
 
+MODES = ("pull", "push")
+"""How decode gets pages, as `Decode.fetch` names it."""
+
 
 def tensors(num_pages: int, seed: int | None = None, *, layers: int = LAYERS) -> list[torch.Tensor]:
     """One tensor a layer: random with a seed, else zero."""

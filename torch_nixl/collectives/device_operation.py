@@ -69,28 +69,35 @@ class DeviceCollective(Ordered, CollectiveOperation):
         """Have the device's thread run the algorithm, if that can go on."""
         order = self.order
         running = self._running
+        moved = False
         while not self._done and order is not None and order.passed():
             goes_on = False
             try:  # [Note: interrupts] in engine/progress.py
+                if not running.acquire(blocking=False):
+                    break  # Whoever holds it looks again.
                 # The flag stays set while the device's thread has its turn: no lock could be
                 # released there.
-                if not running.acquire(blocking=False) or self._stepping:
-                    break
-                try:
-                    self._stepping = True
-                    goes_on = self._is_due()
-                except Exception as error:  # noqa: BLE001 - it ends the collective, on every rank
-                    self._group.fail(self, error)
-                finally:
-                    self._stepping = goes_on
-                if goes_on:
-                    order.devices[0].run(self._turn, self._after_turn)
-                    return True
+                has_turn = self._stepping
+                if not has_turn:
+                    try:
+                        self._stepping = True
+                        goes_on = self._is_due()
+                    except Exception as error:  # noqa: BLE001 - ends the collective, on every rank
+                        self._group.fail(self, error)
+                    finally:
+                        self._stepping = goes_on
+                    if goes_on:
+                        order.devices[0].run(self._turn, self._after_turn)
+                        has_turn = moved = True
             finally:
                 try:
                     running.release()
                 except RuntimeError:
                     pass
+            if has_turn:
+                if self._stepping:
+                    break  # At its end the device's thread looks again.
+                continue  # It has ended, and may have found the lock taken.
             blocking = self._blocking
             if self._done or blocking is None:
                 break
@@ -100,7 +107,7 @@ class DeviceCollective(Ordered, CollectiveOperation):
             if not blocking._done:
                 break
             # It ended meanwhile, and who noticed may have found it busy.
-        return False
+        return moved
 
     def _is_due(self) -> bool:
         """Whether the algorithm can go on; ends what has nothing left to do. Alone, as `_turn`."""

@@ -236,6 +236,9 @@ class CollectiveGroup:
         else:
             wrapped = _like(error, f"{operation}: {error}")
         self._fail_all(wrapped, operation.number)
+        # Another thread may be about to end it with the group. Until then its algorithm, which has
+        # raised, must not be taken for one that has come to its end.
+        operation.end(wrapped)
 
     def time_out(self, operation: CollectiveOperation) -> None:
         """Its time is up: say which ranks have not taken part."""

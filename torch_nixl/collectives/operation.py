@@ -4,8 +4,8 @@
 An algorithm is a generator that yields what it waits for. A thread that waits for the collective
 advances it, and attends to its messages, between polls. While none does, the end of what it waits
 for calls `attend` in whichever thread polls. One thread at a time runs the generator (`_running`);
-one that can't is not needed: the waiter looks again, and the callback is registered only after the
-generator was left.
+one that can't is not needed: the waiter looks again, the callback is registered only after the
+generator was left, and whoever was at it looks whether what it waits for has ended meanwhile.
 
 On device memory those above only have it go on: see `device_operation.py`.
 """
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
@@ -190,28 +191,34 @@ class CollectiveOperation(Operation):
         self._parts.append(part)
 
     def attend(self) -> bool:
-        if self._done or self._stepping:
-            return False
-        running = self._running
-        try:  # [Note: interrupts] in engine/progress.py
-            if not running.acquire(blocking=False):
-                return False
-            try:
-                self._stepping = True
-                moved = self._advance()
+        moved = False
+        while not self._done and not self._stepping:
+            running = self._running
+            try:  # [Note: interrupts] in engine/progress.py
+                if not running.acquire(blocking=False):
+                    break  # Whoever holds it looks again.
+                try:
+                    self._stepping = True
+                    moved |= self._advance()
+                finally:
+                    self._stepping = False
             finally:
-                self._stepping = False
-        finally:
-            try:
-                running.release()
-            except RuntimeError:
-                pass
-        blocking = self._blocking
-        if self.done:
-            self._give_up_parts()
-        elif not self._attended and blocking is not None and blocking is not self._watched:
-            self._watched = blocking
-            blocking.add_done_callback(self._wake)
+                try:
+                    running.release()
+                except RuntimeError:
+                    pass
+            blocking = self._blocking
+            if self.done:
+                self._give_up_parts()
+                break
+            if self._attended or blocking is None:
+                break  # Who waits looks again by itself.
+            if blocking is not self._watched:
+                self._watched = blocking
+                blocking.add_done_callback(self._wake)
+            if not blocking._done:
+                break
+            # It ended meanwhile, and who noticed may have found it busy.
         return moved
 
     def _wake(self) -> None:
@@ -242,6 +249,12 @@ class CollectiveOperation(Operation):
                     self._end_well()
         except Exception as error:  # noqa: BLE001 - it ends the collective, on every rank
             self._group.fail(self, error)
+        except BaseException as error:
+            steps = self._steps
+            if steps is not None and inspect.getgeneratorstate(steps) == inspect.GEN_CLOSED:
+                # By Ctrl-C in the middle of the algorithm: nobody can go on with it.
+                self._group.fail(self, TransferCancelled(f"interrupted by {error!r}"))
+            raise
         return moved
 
     def _attend_parts(self) -> bool:

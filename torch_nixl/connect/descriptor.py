@@ -167,6 +167,10 @@ class Descriptor:
                 if registration.connection is connection:
                     return
                 raise RegistrationError(f"{self!r} is registered with {registration.connection}")
+            if registration is not None:
+                # Python holds what a finalizer is given, here the whole closed engine.
+                registration.finalizer.detach()
+                self._registration = None
             held = engine.register(self.memory(), public=engine.metadata_key is None)
 
             def release() -> None:

@@ -26,7 +26,11 @@ MAX_TEXT: Final = 2 * MAX_BLOB + (1 << 16)
 """Most characters of a text in the JSON: `MAX_BLOB` bytes that don't compress, in hexadecimal."""
 
 MAX_REMEMBERED: Final = 4096
-"""Most characters of a text whose decoding is remembered: few workers tell the same few regions."""
+"""Most characters of a text whose decoding is remembered: few workers tell the same few regions.
+
+And most bytes of what it is decoded to: a text of zeros, compressed, becomes a thousand times as
+long.
+"""
 
 _B64: Final = "b64:"
 _DEVICE: Final = re.compile(r"cpu|(?:cuda|xpu)(?::\d{1,4})?")
@@ -154,12 +158,15 @@ def decode_blob(text: str) -> bytes:
     Raises:
         MetadataError: It is empty, too large, or not such a text.
     """
-    return _decode_short(text) if len(text) <= MAX_REMEMBERED else _decode(text)
+    known = _decode_short(text) if len(text) <= MAX_REMEMBERED else None
+    return _decode(text) if known is None else known
 
 
 @functools.lru_cache(maxsize=256)
-def _decode_short(text: str) -> bytes:
-    return _decode(text)
+def _decode_short(text: str) -> bytes | None:
+    """The blob; None if it is too long to be remembered."""
+    blob = _decode(text)
+    return blob if len(blob) <= MAX_REMEMBERED else None
 
 
 def _decode(text: str) -> bytes:

@@ -185,8 +185,7 @@ class AbstractOperation(ABC):
         exc_type: type[BaseException] | None,
         exc_value: BaseException | None,
         traceback: TracebackType | None,
-    ) -> None:
-        raise NotImplementedError
+    ) -> None: ...
 
     def texts(self) -> str:
         """Return the part of the repr that all operations share."""

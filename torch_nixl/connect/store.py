@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import queue
 import threading
 import time
@@ -63,7 +64,14 @@ def publish(store: Store, key: str, operation: PassiveOperation) -> RdmaMetadata
         raise TransferError(f"{operation!r} has ended: there is nothing to publish any more")
     text = metadata.model_dump_json()
     _write(store, key, text)
-    operation.add_done_callback(lambda: _remover.remove(store, key, text))
+    process = os.getpid()
+
+    def remove() -> None:
+        # A forked child's words would mix with its parent's on the store's one connection.
+        if os.getpid() == process:
+            _remover.remove(store, key, text)
+
+    operation.add_done_callback(remove)
     return metadata
 
 
@@ -151,16 +159,28 @@ class _Remover:
 
     def remove(self, store: Store, key: str, text: str) -> None:
         """Have a key removed, unless somebody has published another value under it."""
-        if self._exiting:
-            self._remove_now(store, key, text)
-            return
         with self._lock:
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._run, name="torch_nixl-store", daemon=True
-                )
-                self._thread.start()
-        self._jobs.put((store, key, text))
+            if not self._exiting and (self._thread is not None or self._start()):
+                # Under the lock: what comes after `stop`'s last job would never be done.
+                self._jobs.put((store, key, text))
+                return
+        self._remove_now(store, key, text)
+
+    def _start(self) -> bool:
+        """Start the thread; return False if the interpreter takes no new ones. Holds the lock."""
+        thread = threading.Thread(target=self._run, name="torch_nixl-store", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # Since Python 3.12, once it is exiting.
+            return False
+        self._thread = thread
+        return True
+
+    def after_fork(self) -> None:
+        """Begin anew in a child: the thread is the parent's, and so is what it has to do."""
+        self._jobs = queue.SimpleQueue()
+        self._thread = None
+        self._lock = threading.Lock()
 
     def exit(self) -> None:
         """End the thread for good: at the interpreter's end none may be inside a store."""
@@ -171,8 +191,9 @@ class _Remover:
         """Remove what is to be removed by now, and end the thread; a later key starts a new one."""
         with self._lock:
             thread, self._thread = self._thread, None
+            if thread is not None:
+                self._jobs.put(None)
         if thread is not None:
-            self._jobs.put(None)
             thread.join(EXIT_SECONDS)
 
     def _run(self) -> None:
@@ -198,3 +219,4 @@ class _Remover:
 _remover = _Remover()
 # Registered here and not with the first key: operations end, and their keys go, in other hooks.
 atexit.register(_remover.exit)
+os.register_at_fork(after_in_child=_remover.after_fork)

@@ -138,5 +138,5 @@ def perform(
         error = caught
     try:
         then(error)
-    except Exception:
+    except Exception:  # Nobody above could be told; the device's thread goes on with the next.
         log.exception("what follows a copy on a device raised")

@@ -136,7 +136,7 @@ def _close_all() -> None:
         seconds = max(0.0, deadline - time.monotonic()) / (1 + len(left))
         try:
             connection.close(seconds)
-        except Exception:
+        except Exception:  # Nor must one that raises: of which only the log can tell.
             log.exception("%r could not be closed at exit", connection)
 
 

@@ -243,7 +243,7 @@ def _tensor_memory(tensor: torch.Tensor, name: str) -> Memory:
         extent = storage.nbytes()
         address = tensor.data_ptr()
         base = storage.data_ptr() if address else 0
-    except (RuntimeError, NotImplementedError) as exc:
+    except RuntimeError as exc:
         raise TypeError(f"{name}: no data of its own (inside a torch.func transform?)") from exc
     if tensor.is_contiguous():
         _check_storage(address, address + nbytes, base, extent, name)

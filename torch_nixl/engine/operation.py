@@ -12,6 +12,7 @@ import copy
 import math
 import threading
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -58,6 +59,8 @@ def deadline_after(seconds: float | None) -> float | None:
     return time.monotonic() + seconds
 
 
+# No ABC, though methods are abstract: type checkers see that all the same, and to ask of what kind
+# an operation is, as the tables do for each, would take several times as long.
 class Operation:
     """One movement of bytes, or the exposure of memory to one.
 
@@ -189,13 +192,13 @@ class Operation:
         else:
             callback()
 
+    @abstractmethod
     def cancel(self) -> None:
         """Ask the operation to end. Bytes may still move until it is `released`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def expire(self) -> None:
         """End the operation because its time is up."""
-        raise NotImplementedError
 
     def shut(self, error: ClosedError) -> None:
         """End because the connection is about to: start nothing more, and ask the remote not to."""
@@ -229,9 +232,9 @@ class Operation:
         """End in a forked child, where nothing of the library may be touched, memory included."""
         self._finish(error)
 
+    @abstractmethod
     def on_lost(self, error: BaseException) -> None:
         """Take note that the remote is gone."""
-        raise NotImplementedError
 
     def _timeout_error(self, why: str) -> TransferTimeout:
         return TransferTimeout(f"{self}: timed out {why}")

@@ -173,7 +173,7 @@ def device_of(tensor: torch.Tensor) -> StreamDevice | None:
 def _fake_of(tensor: torch.Tensor) -> StreamDevice | None:
     try:
         return FAKES.get(tensor.untyped_storage().data_ptr())
-    except (RuntimeError, NotImplementedError):
+    except RuntimeError:
         return None  # Without data of its own; refused elsewhere.
 
 

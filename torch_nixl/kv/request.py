@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -39,7 +40,7 @@ class Ended:
     failed_pages: PageLists = ()
 
 
-class Request:
+class Request(ABC):
     """One request on one side.
 
     Attributes:
@@ -83,9 +84,9 @@ class Request:
         """Pages whose contents are undefined, for each group; empty after success."""
         return ()
 
+    @abstractmethod
     def cancel(self) -> None:
         """Give up. Pages are free when `released`, which may be later. Idempotent."""
-        raise NotImplementedError
 
     def wait(self, timeout: float | None = None) -> None:
         """Block until it has ended. As `synchronize`."""
@@ -137,9 +138,9 @@ class Request:
 
     # Below: the hub's lock is held, but for waiting.
 
+    @abstractmethod
     def give_up(self) -> None:
         """End what can't end before prefill's program says that more layers are computed."""
-        raise NotImplementedError
 
     def _wait(self, condition: Callable[[], bool], deadline: float | None) -> bool:
         progress = self._connection.progress

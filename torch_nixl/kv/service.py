@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
 from types import TracebackType
@@ -42,7 +43,7 @@ MAX_MEETINGS_EACH: Final = 256
 _S = TypeVar("_S", bound="Service")
 
 
-class Service:
+class Service(ABC):
     """A server or a client.
 
     Attributes:
@@ -131,7 +132,7 @@ class Service:
             self.hub.remove(self)
             self._link.close()
 
-    def _withdraw(self) -> None:
+    def _withdraw(self) -> None:  # noqa: B027 - a client has nothing on offer
         """End what no peer has come for. Takes the lock."""
 
     def __enter__(self: _S) -> _S:
@@ -151,7 +152,7 @@ class Service:
         if self.closed or self.connection.closed:
             raise ClosedError(f"{self!r} is closed")
 
-    def on_tick(self, now: float) -> None:
+    def on_tick(self, now: float) -> None:  # noqa: B027 - a client's requests end by themselves
         """Look at what has a deadline."""
 
     def give_up(self) -> None:
@@ -233,13 +234,13 @@ class Service:
         meeting.known = pool, infos
         meeting.refused = (Outcome.INCOMPATIBLE, why) if why else None
 
+    @abstractmethod
     def _share(self, meeting: Meeting, theirs: Compatibility) -> None:
         """Find out which heads go between two ranks.
 
         Raises:
             ValueError: The sizes of the two groups don't fit their heads.
         """
-        raise NotImplementedError
 
 
 class Link(Operation):

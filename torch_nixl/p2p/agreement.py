@@ -7,6 +7,7 @@ a new one (`Channel.reconnect`) begins from nothing, over the same tensors. [Not
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -246,13 +247,13 @@ class Agreement(Operation):
         step = self._step
         return None if step is None or not step.ready else self._begin(step)
 
+    @abstractmethod
     def _begin(self, step: StepOperation) -> Callable[[], None] | None:
         """Say how a step's bytes go, the ends having agreed. Holds the lock.
 
         Returns:
             What to do about it once the lock is free.
         """
-        raise NotImplementedError
 
     # The end.
 

@@ -143,6 +143,8 @@ class Channel(Generic[T]):
         ):
             raise TransferTimeout(f"{old}: rank {self.peer} may still touch its memory")
         self._session = _open(chosen, self.peer, self.like, self.tag, timeout)
+        # Python holds what a finalizer is given: the old session, and its connection.
+        self._finalizer.detach()
         self._communicator = chosen
         self._closed = False
         self._watch()
@@ -157,8 +159,8 @@ class Channel(Generic[T]):
 
     def _watch(self) -> None:
         """Have the session end when this is dropped."""
-        finalizer = weakref.finalize(self, _drop, self._session)
-        finalizer.atexit = False
+        self._finalizer = weakref.finalize(self, _drop, self._session)
+        self._finalizer.atexit = False
 
     def __enter__(self) -> Channel[T]:
         return self

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, ParamSpec, Protocol
 
@@ -104,6 +105,7 @@ def _delegate(other: Other, name: str, args: Sequence[Any]) -> dist.Work:
     return works[-1]
 
 
+# No ABC: the class of torch that it is joined with has a metaclass of its own.
 class Operations:
     """Everything that moves tensors in a process group."""
 
@@ -111,8 +113,13 @@ class Operations:
     _coalesced: list[GroupWork] | None
     _destroyed: str
 
+    @abstractmethod
     def _other_for(self, tensor: torch.Tensor) -> Other | None:
-        raise NotImplementedError
+        """The backend that moves a tensor in this one's stead; None for this one.
+
+        Raises:
+            ValueError: The group serves no such device.
+        """
 
     def _run(
         self,
