@@ -204,6 +204,54 @@ def test_a_stop_waits_for_a_thread_that_is_just_starting(monkeypatch: pytest.Mon
     assert "torch_nixl-t" not in {one.name for one in threading.enumerate()}
 
 
+def test_a_kick_while_the_thread_is_being_started_is_not_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    progress = Progress(Polled(), "t")
+    background = progress._background
+    inside, go_on = threading.Event(), threading.Event()
+
+    def slow_start(thread: threading.Thread) -> None:
+        """It has looked and rests before its starter goes on."""
+        if thread.name == "torch_nixl-t":
+            inside.set()
+            go_on.wait(5)
+        else:
+            start(thread)
+
+    start = threading.Thread.start
+    monkeypatch.setattr(threading.Thread, "start", slow_start)
+    starting = in_thread(progress.kick)
+    assert inside.wait(5)
+    kicking = in_thread(progress.kick)
+    go_on.set()
+    for thread in (starting, kicking):
+        thread.join(5)
+    assert background._wake.is_set()
+    background._thread = None  # Which was never started.
+
+
+def test_an_exiting_interpreter_that_takes_no_new_thread_fails_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    progress = Progress(Polled(), "t")
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    progress.kick()
+    progress.stop()
+
+
+def test_callbacks_of_the_parent_are_not_called_by_a_forked_child() -> None:
+    progress = Progress(Polled(), "t")
+    called: list[int] = []
+    progress.call_from_finalizer(lambda: called.append(1))
+    progress.after_fork()
+    progress.call_now()
+    assert not called
+
+
 # The connection's end.
 
 

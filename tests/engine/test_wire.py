@@ -409,3 +409,16 @@ def test_refusals_neither_quote_bytes_nor_allocate() -> None:
         assert tracemalloc.get_traced_memory()[1] < 200_000
     finally:
         tracemalloc.stop()
+
+
+def test_frames_to_many_receivers_are_numbered_without_a_table_of_them() -> None:
+    sender = codec(SECRET, "a")
+    receivers = [codec(SECRET, f"b{index}") for index in range(300)]
+    for _ in range(3):
+        for index, receiver in enumerate(receivers):
+            data = sender.pack_raw(40, b"body", to=f"b{index}")
+            assert receiver.open("a", data) == (40, b"body")
+            with pytest.raises(MetadataError, match="seen before"):
+                receiver.open("a", data)
+    sizes = [len(one) for one in vars(sender).values() if isinstance(one, dict | set | list)]
+    assert sum(sizes) == 0

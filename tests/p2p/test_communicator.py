@@ -441,12 +441,28 @@ def test_futures_and_await(world: World) -> None:
             await b.irecv(0, timeout=0.05)
 
     asyncio.run(asyncio.wait_for(exchange(), 20))
+
     receive = b.irecv(0)
     future = receive.get_future()
     a.send(torch.tensor(4), 1)
     [value] = future.wait()
     assert int(value) == 4
     assert a.isend(torch.tensor(4), 1).get_future().wait() == []
+
+
+def test_awaits_that_are_cancelled_leave_nothing(world: World) -> None:
+    _, b = world()
+    receive = b.irecv(0)
+
+    async def give_up() -> None:
+        for _ in range(20):
+            with pytest.raises(asyncio.TimeoutError):
+                await asyncio.wait_for(receive, 0.001)
+
+    asyncio.run(give_up())
+    operation = receive._operation
+    assert operation is not None and not operation._callbacks
+    receive.cancel()
 
 
 def test_batch_posts_receives_first_and_keeps_the_order(world: World) -> None:

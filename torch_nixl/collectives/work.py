@@ -118,7 +118,7 @@ class CollectiveWork:
 
     async def _await(self) -> list[torch.Tensor]:
         if not self.is_completed():
-            await until_ended(self.add_done_callback)
+            await until_ended(self._operation)
         self.synchronize()
         return self.result()
 

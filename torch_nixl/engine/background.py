@@ -11,6 +11,7 @@ only a thread that rests for longer is woken.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -65,10 +66,12 @@ class Background:
                     thread = threading.Thread(
                         target=self._run, name=f"torch_nixl-{self._name}", daemon=True
                     )
-                    thread.start()
-                    self._thread = thread
-        else:
-            self._wake.set()
+                    # Since Python 3.12 an interpreter that exits takes no new threads.
+                    with contextlib.suppress(RuntimeError):
+                        thread.start()
+                        self._thread = thread
+        # Also if it was started just now by another thread: it may have looked already, and rest.
+        self._wake.set()
 
     def stop(self) -> None:
         """End the thread and wait for it; none is started any more."""

@@ -192,6 +192,12 @@ class Operation:
         else:
             callback()
 
+    def remove_done_callback(self, callback: Callable[[], None]) -> None:
+        """Have `callback` called no more, unless that has begun."""
+        with self._connection.lock:
+            if callback in self._callbacks:
+                self._callbacks.remove(callback)
+
     @abstractmethod
     def cancel(self) -> None:
         """Ask the operation to end. Bytes may still move until it is `released`."""

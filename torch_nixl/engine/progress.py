@@ -321,7 +321,7 @@ class Progress:
                 return
             try:
                 callback()
-            except Exception:
+            except Exception:  # What waits behind it is not to blame.
                 log.exception("a completion callback raised")
 
     def kick(self) -> None:
@@ -338,6 +338,7 @@ class Progress:
         """Replace locks that other threads held at the fork."""
         self._driving, self._leading = threading.RLock(), threading.RLock()
         self._driver = 0
+        self._later.clear()  # The parent calls them.
         self._background.after_fork()
 
     def stop(self) -> None:

@@ -22,7 +22,6 @@ import hmac
 import itertools
 import struct
 import threading
-from collections import defaultdict
 from typing import Final
 from zlib import crc32
 
@@ -101,7 +100,7 @@ _CHECKSUM: Final = struct.Struct("<I12x")
 
 
 class Sequencer:
-    """Numbers the frames from one agent to another: 1, 2, 3 and so on. Any thread may call it."""
+    """Numbers the frames of one agent: 1, 2, 3 and so on. Any thread may call it."""
 
     __slots__ = ("_counter",)
 
@@ -176,7 +175,8 @@ class Codec:
         self._keyed = None if key is None else hashlib.blake2b(digest_size=_MAC_NBYTES, key=key)
         self._name = name
         self._flags = _NAMES_BOUND if name else 0
-        self._sequencers: defaultdict[str, Sequencer] = defaultdict(Sequencer)
+        # One for all receivers, who take gaps: one for each would be kept for ever.
+        self._sequencer = Sequencer()
         self._guards: dict[str, ReplayGuard] = {}
         self._guards_lock = threading.Lock()
 
@@ -298,17 +298,14 @@ class Codec:
         return self._keyed is None
 
     def forget(self, peer: str) -> None:
-        """Drop what is remembered of a peer that no frames are exchanged with any more.
-
-        Of what was sent, only the numbers stay: an agent of that name could still check them.
-        """
+        """Drop what is remembered of a peer that no frames are exchanged with any more."""
         with self._guards_lock:
             self._guards.pop(peer, None)
 
     def _finish(self, kind: int, body: bytes, to: str) -> bytes:
         if bool(to) is not bool(self._name):
             raise ValueError("a codec with a name has to say whom a frame is for, others must not")
-        counter = 0 if self._keyed is None else self._sequencers[to].next()
+        counter = 0 if self._keyed is None else self._sequencer.next()
         nbytes, flags, born = len(body), self._flags, self._incarnation
         head = _HEADER.pack(MAGIC, VERSION, kind, self._key_id, flags, 0, nbytes, 0, born, counter)
         if self._keyed is None:

@@ -132,8 +132,10 @@ class Bootstrap:
             return
         self._left = True
         tidying = threading.Thread(target=self._tidy, name="torch_nixl store", daemon=True)
-        tidying.start()
-        tidying.join(LEAVE_SECONDS)
+        # Since Python 3.12 an interpreter that exits takes no new threads: the keys are left then.
+        with contextlib.suppress(RuntimeError):
+            tidying.start()
+            tidying.join(LEAVE_SECONDS)
 
     def _tidy(self) -> None:
         # A store whose host has ended can't be tidied, and need not be.

@@ -9,17 +9,14 @@ from collections.abc import Callable
 
 import torch
 
+from torch_nixl.engine.operation import Operation
 from torch_nixl.engine.streams import StreamDevice, StreamOrder
 
 log = logging.getLogger("torch_nixl.streams")
 
 
-async def until_ended(add_done_callback: Callable[[Callable[[], None]], None]) -> None:
-    """Return once an operation has ended, well or not.
-
-    Args:
-        add_done_callback: Has a function called at its end, in any thread.
-    """
+async def until_ended(operation: Operation) -> None:
+    """Return once an operation has ended, well or not. Leaves nothing with it if cancelled."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[None] = loop.create_future()
 
@@ -31,8 +28,11 @@ async def until_ended(add_done_callback: Callable[[Callable[[], None]], None]) -
         with contextlib.suppress(RuntimeError):  # The loop has ended.
             loop.call_soon_threadsafe(wake)
 
-    add_done_callback(call)
-    await future
+    operation.add_done_callback(call)
+    try:
+        await future
+    finally:
+        operation.remove_done_callback(call)
 
 
 def torch_devices(order: StreamOrder | None) -> list[int | str | torch.device]:

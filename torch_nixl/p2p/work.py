@@ -217,8 +217,8 @@ class Work:
         return self._await().__await__()
 
     async def _await(self) -> torch.Tensor | None:
-        if not self.is_completed():
-            await until_ended(self.add_done_callback)
+        if self._operation is not None and not self.is_completed():
+            await until_ended(self._operation)
         self.synchronize()
         return self.result()
 
