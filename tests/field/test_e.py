@@ -18,7 +18,7 @@ import torch
 from connect.pairs import DEADLINE, Pair, bounded, pattern
 
 from torch_nixl import connect
-from torch_nixl.errors import MetadataError, TransferCancelled, TransferError
+from torch_nixl.errors import MetadataError, PeerLostError, TransferCancelled, TransferError
 from torch_nixl.testing import LoopbackConnector, LoopbackFabric
 
 
@@ -111,6 +111,36 @@ def test_e2_quick_operations_leave_a_slow_one_alone(pair: Pair, over: str) -> No
     slow.wait(DEADLINE)
     assert bool(target.all())
     assert figures() == before
+
+
+def test_e4_a_lost_peer_is_not_forgotten_while_bytes_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even when another is met."""
+    fabric = LoopbackFabric(mode="tcp")
+    owner, other, newcomer = (LoopbackConnector(fabric) for _ in range(3))
+    with owner, other, newcomer:
+        pair = Pair(owner, other)
+        pair.move(pattern(10), bytearray(10))
+        fabric.delay(1)
+        exposed = pair.readable(bytes(1 << 20))
+        target = bytearray(b"1") * (1 << 20)
+        reading = pair.read(exposed.metadata(), target)
+        deadline = time.monotonic() + DEADLINE
+        while target[0]:
+            assert time.monotonic() < deadline
+        engine = other.connection().engine
+        remote = engine.contacts.get(owner.connection().name)
+        assert remote is not None
+        removed: list[str] = []
+        monkeypatch.setattr(engine.adapter, "remove_remote", removed.append)
+        engine.contacts.lose(remote, PeerLostError("for a moment", remote=remote.name))
+        Pair(newcomer, other).move(pattern(10), bytearray(10))
+        assert not removed
+        fabric.delay(None)
+        assert reading.wait_released(DEADLINE)
+        while not removed:
+            assert time.monotonic() < deadline
+        assert not any(target)
+        owner.abort()  # Nobody tells it that the reader is done.
 
 
 def test_e6_no_frame_numbers_of_a_peer_that_has_left_are_kept() -> None:
