@@ -19,7 +19,7 @@ from interop.dynamo_peer import Buffer, digest, pattern
 from connect.pairs import DEADLINE
 from torch_nixl import connect
 from torch_nixl.connect import OperationStatus
-from torch_nixl.engine import contacts
+from torch_nixl.engine import liveness
 from torch_nixl.errors import MetadataError, PeerLostError, TransferTimeout
 
 pytestmark = pytest.mark.timeout(120)
@@ -226,7 +226,7 @@ def test_a_dead_peer_is_forgotten(
     healthy: Peer, start: Callable[..., Peer], monkeypatch: pytest.MonkeyPatch, stage: str
 ) -> None:
     """A field report, E6: on disconnect, not when the next peer comes."""
-    monkeypatch.setattr(contacts, "CENSUS_SECONDS", 0.25)
+    monkeypatch.setattr(liveness, "CENSUS_SECONDS", 0.25)
     with connect.Connector(timeout=DEADLINE) as connector:
         engine = connector.connection().engine
         read_from(connector, healthy)
@@ -248,7 +248,7 @@ def test_a_dead_peer_is_forgotten(
         else:
             victim.kill()
         until(lambda: connector.statistics().remotes == 1)
-        until(lambda: not engine.contacts.lingering)
+        until(lambda: not engine.lost.lingering)
         with pytest.raises(MetadataError, match="isn't known"):
             engine.adapter.notify(remote.name, b"")
         gc.collect()

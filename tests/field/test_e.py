@@ -216,7 +216,7 @@ read = connect.ReadOperation(
 )
 read.wait(10)
 other.close()
-while connector.statistics().remotes > 1 or connection.engine.contacts.lingering:
+while connector.statistics().remotes > 1 or connection.engine.lost.lingering:
     time.sleep(0.001)
 third = connect.Connector()
 left = connect.WritableOperation(third.connection(), connect.Descriptor(bytearray(8)))
