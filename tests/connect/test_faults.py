@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +19,8 @@ from interop.dynamo_peer import Buffer, digest, pattern
 from connect.pairs import DEADLINE
 from torch_nixl import connect
 from torch_nixl.connect import OperationStatus
-from torch_nixl.errors import PeerLostError, TransferTimeout
+from torch_nixl.engine import liveness
+from torch_nixl.errors import MetadataError, PeerLostError, TransferTimeout
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -210,19 +213,49 @@ def test_killed_after_completion_harms_nobody(
     be_read_by(connector, healthy)
 
 
-def test_a_dead_peer_is_forgotten(start: Callable[..., Peer]) -> None:
+def held_for_peers() -> tuple[int, int]:
+    """How many sockets this process has open, and how many pages it shares with others."""
+    links = (Path("/proc/self/fd") / name for name in os.listdir("/proc/self/fd"))
+    sockets = [link for link in links if link.is_symlink() and "socket:" in str(link.readlink())]
+    shared = [line for line in Path("/proc/self/maps").read_text().splitlines() if "rw-s" in line]
+    return len(sockets), len(shared)
+
+
+@pytest.mark.parametrize("stage", ["while it reads", "while nobody waits for it"])
+def test_a_dead_peer_is_forgotten(
+    healthy: Peer, start: Callable[..., Peer], monkeypatch: pytest.MonkeyPatch, stage: str
+) -> None:
     """A field report, E6: on disconnect, not when the next peer comes."""
+    monkeypatch.setattr(liveness, "CENSUS_SECONDS", 0.25)
     with connect.Connector(timeout=DEADLINE) as connector:
+        engine = connector.connection().engine
+        read_from(connector, healthy)
+        until(lambda: connector.statistics().live_registrations == 0)
+        held = held_for_peers()
         victim = start()
         read_from(connector, victim)
-        exposed = expose_here(connector, np.zeros(LARGE, np.uint8))
-        begin_there(victim, exposed.metadata(), LARGE)
-        until(lambda: exposed.status is not OperationStatus.INITIALIZED)
-        victim.kill()
-        assert exposed.wait_released(BOUND)
+        be_read_by(connector, victim)
+        known = {one.identity.pid: one for one in engine.contacts.all() if one.identity is not None}
+        remote = known[victim.pid]
+        if stage == "while it reads":
+            memory = np.zeros(LARGE, np.uint8)
+            exposed = expose_here(connector, memory)
+            begin_there(victim, exposed.metadata(), LARGE)
+            until(lambda: exposed.status is not OperationStatus.INITIALIZED)
+            victim.kill()
+            assert exposed.wait_released(BOUND)
+            del exposed, memory
+        else:
+            victim.kill()
+        until(lambda: connector.statistics().remotes == 1)
+        until(lambda: not engine.lost.lingering)
+        with pytest.raises(MetadataError, match="isn't known"):
+            engine.adapter.notify(remote.name, b"")
+        gc.collect()
+        until(lambda: connector.statistics().live_registrations == 0)
         assert connector.statistics().outstanding == 0
-        if exposed.status is OperationStatus.ERRORED:
-            until(lambda: connector.statistics().remotes == 0)
+        assert held_for_peers() == held
+        read_from(connector, healthy)
 
 
 def test_a_stopped_owner_meets_the_deadline_and_works_again(

@@ -24,16 +24,21 @@ from torch_nixl.errors import MetadataError
 REFUSED = (ValueError, TypeError, RuntimeError)
 
 
-def test_one_descriptor_stays_small_beside_many_registrations(pair: Pair) -> None:
-    connection = pair.owner.connection()
-    others = [connect.Descriptor(np.zeros(8, np.uint8)) for _ in range(10_000)]
-    for one in others:
-        one.register_with_connector(connection)
-    with pair.readable(torch.zeros(1000)) as exposed:
-        text = exposed.metadata().model_dump_json()
-    for one in others:
-        one.deregister_with_connector(connection)
-    assert len(text) < 2048
+@pytest.mark.parametrize("secret", [None, "shared"])
+def test_one_descriptor_stays_small_beside_many_registrations(secret: str | None) -> None:
+    with connect.Connector("crowded", secret=secret) as connector:
+        connection = connector.connection()
+        others = [connect.Descriptor(np.zeros(8, np.uint8)) for _ in range(10_000)]
+        for one in others:
+            one.register_with_connector(connection)
+        assert len({one.ptr for one in others}) == 10_000
+        assert connector.statistics().live_registrations == 10_000
+        exposed = connect.ReadableOperation(connection, connect.Descriptor(torch.zeros(1000)))
+        told = [exposed.metadata(hex_encode) for hex_encode in (False, True)]
+        assert connector.statistics().live_registrations == 10_001
+        assert all(one.is_registered for one in others)
+        for metadata in told:
+            assert len(metadata.model_dump_json()) < 2048
 
 
 def test_encodings_are_the_same_to_us(pair: Pair) -> None:
