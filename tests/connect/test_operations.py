@@ -337,6 +337,12 @@ def test_a_forgotten_connector_ends_by_itself(pair: Pair) -> None:
     until(lambda: engine.closed)
 
 
+def test_a_forgotten_connector_that_was_never_used_ends_by_itself() -> None:
+    engine = connect.Connector().connection().engine
+    gc.collect()
+    until(lambda: engine.closed)
+
+
 def test_remotes_are_counted_for_code_that_asks(pair: Pair) -> None:
     connector = connect.Connector()
     connection = connector.connection()

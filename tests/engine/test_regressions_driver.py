@@ -18,9 +18,10 @@ from torch_nixl.engine.connection import Connection
 from torch_nixl.engine.grants import Claimant
 from torch_nixl.engine.loopback import LoopbackFabric
 from torch_nixl.engine.memory import Memory, tensor_memory
+from torch_nixl.engine.operation import Alarm
 from torch_nixl.engine.passive import PassiveOperation
 from torch_nixl.engine.progress import BRISK_FOR_SECONDS, BRISK_SECONDS, Progress
-from torch_nixl.engine.rounds import WAIT_SECONDS, Rounds
+from torch_nixl.engine.rounds import IDLE_SECONDS, WAIT_SECONDS, Rounds
 from torch_nixl.errors import ClosedError, TransferCancelled
 
 READ = Direction.READ
@@ -158,24 +159,44 @@ def test_a_driver_that_expects_a_question_is_brisk_for_a_while(
     progress.stop()
 
 
-class SlowToClear(threading.Event):
-    """An event that is set whenever it is cleared."""
+class StoppedWhenSilenced(Alarm):
+    """Its driver is stopped in the moment in which the thread silences it before it looks.
 
-    def clear(self) -> None:
-        self.wait(5)
-        super().clear()
+    Once nothing has happened for so long that the thread would sleep as long as it is told to.
+    """
+
+    def __init__(self, progress: Progress) -> None:
+        super().__init__()
+        self._progress = progress
+        self._calm = False
+        self.stopped = threading.Event()
+
+    def ring(self) -> None:
+        super().ring()
+        if self._progress._background._stopping:
+            self.stopped.set()
+
+    def sleep(self, seconds: float | None) -> bool:
+        if self._calm and seconds == 0:
+            self._calm = False
+            in_thread(self._progress.stop)
+            assert self.stopped.wait(5)
+        elif seconds == IDLE_SECONDS:
+            self._calm = True
+        return super().sleep(seconds)
 
 
 def test_a_thread_that_is_stopped_as_it_begins_to_look_does_not_rest(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(Polled, "poll_interval", lambda _: None)
     progress = Progress(Polled(), "t")
     background = progress._background
-    background._wake = SlowToClear()
+    background._alarm = alarm = StoppedWhenSilenced(progress)
+    monkeypatch.setattr(
+        Polled, "poll_interval", lambda _: None if alarm.stopped.is_set() else IDLE_SECONDS
+    )
     progress.kick()
     assert background._thread is not None
-    in_thread(progress.stop)
     background._thread.join(5)
     assert not background._thread.is_alive()
 
@@ -227,7 +248,7 @@ def test_a_kick_while_the_thread_is_being_started_is_not_lost(
     go_on.set()
     for thread in (starting, kicking):
         thread.join(5)
-    assert background._wake.is_set()
+    assert background._alarm.sleep(0)
     background._thread = None  # Which was never started.
 
 

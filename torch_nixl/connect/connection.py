@@ -51,6 +51,8 @@ class Connection:
         self._lock = threading.Lock()
         # Operations hold their Connection, so nobody can reach this end any more once it dies.
         weakref.finalize(self, _forget, self.engine).atexit = False
+        # So that there is a thread that does it, though this end is never used.
+        self.engine.progress.kick()
 
     @property
     def connector(self) -> Connector:

@@ -18,6 +18,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
+from torch_nixl.engine.operation import Alarm
 from torch_nixl.engine.rounds import IDLE_SECONDS, WAIT_SECONDS, Rounds
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ class Background:
         self._name = name
         self._thread: threading.Thread | None = None
         self._start_lock = threading.Lock()
-        self._wake = threading.Event()
+        self._alarm = Alarm()
         self._stopping = False
         self.awake = False
 
@@ -71,12 +72,16 @@ class Background:
                         thread.start()
                         self._thread = thread
         # Also if it was started just now by another thread: it may have looked already, and rest.
-        self._wake.set()
+        self._alarm.ring()
+
+    def ring(self) -> None:
+        """End the thread's sleep, if it has been started. Takes no lock, so that finalizers may."""
+        self._alarm.ring()
 
     def stop(self) -> None:
         """End the thread and wait for it; none is started any more."""
         self._stopping = True
-        self._wake.set()
+        self._alarm.ring()
         with self._start_lock:  # It may just be starting.
             thread = self._thread
         if thread is not None and thread is not threading.current_thread():
@@ -102,8 +107,8 @@ class Background:
         longest: float | None
         while True:
             self.awake = True
-            self._wake.clear()
-            if self._stopping:  # After the clear, which may have been of what `stop` set.
+            self._alarm.sleep(0)
+            if self._stopping:  # After that, which may have taken what `stop` rang.
                 return
             moved = rounds.advance()
             # Threads that wait poll by themselves, and faster, unless a callback keeps them.
@@ -132,6 +137,6 @@ class Background:
             # What was started before this thread said that it rests did not wake it.
             if not self.awake and not inline and rounds.poll_interval() != longest:
                 continue
-            if self._wake.wait(None if longest is None else pause):
+            if self._alarm.sleep(None if longest is None else pause):
                 alert_until = kicked_until = time.monotonic() + ALERT_SECONDS
                 pause = 0.0

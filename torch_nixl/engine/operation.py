@@ -34,11 +34,12 @@ class Alarm:
         self._lock = threading.Lock()
         self._lock.acquire()
 
-    def sleep(self, seconds: float) -> bool:
-        """Sleep until rung, at most so long; return whether it rang."""
-        return self._lock.acquire(timeout=seconds)
+    def sleep(self, seconds: float | None) -> bool:
+        """Sleep until rung, at most so long if not None; return whether it rang."""
+        return self._lock.acquire(timeout=-1 if seconds is None else seconds)
 
     def ring(self) -> None:
+        """Wake it. Any finalizer may: no lock is taken."""
         with contextlib.suppress(RuntimeError):  # Rung already and not slept on since.
             self._lock.release()
 

@@ -306,11 +306,12 @@ class Progress:
             self.kick()
 
     def call_from_finalizer(self, callback: Callable[[], None]) -> None:
-        """Have a callback called by the next poll, without waking anybody.
+        """Have a callback called soon, if a thread polls or has ever polled.
 
         A finalizer may run in any thread at any instruction, so it must take no lock.
         """
         self._later.append(callback)
+        self._background.ring()
 
     def call_now(self) -> None:
         """Call what was to be called later."""
