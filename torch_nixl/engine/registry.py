@@ -30,8 +30,9 @@ from dataclasses import dataclass
 from torch_nixl.engine.adapter import Adapter, MemoryKind, Region, Registration, Spans
 from torch_nixl.engine.memory import Memory, require_in_place
 from torch_nixl.engine.performance import look_at_device_memory, look_at_registrations
+from torch_nixl.engine.shared import SharedRegistrations
 from torch_nixl.engine.spans import with_device
-from torch_nixl.errors import ClosedError, RegistrationError
+from torch_nixl.errors import ClosedError
 
 PUBLIC_DEVICE_ID = 0
 """The device id under which memory is exposed to peers that know of no other (dynamo's)."""
@@ -54,14 +55,6 @@ class _Entry:
     users: int = 0
     public: Registration | None = None
     dead: bool = False
-
-
-@dataclass(slots=True)
-class _Shared:
-    """A registration under a device id that is not its own, and how many entries use it."""
-
-    registration: Registration
-    users: int
 
 
 @dataclass(slots=True, eq=False)
@@ -113,7 +106,7 @@ class Registry:
         self._lock = threading.Lock()
         self._anchored: OrderedDict[tuple[int, MemoryKind, int], _Entry] = OrderedDict()
         self._plain: dict[_Key, _Entry] = {}
-        self._shared: dict[Region, _Shared] = {}
+        self._shared = SharedRegistrations(adapter.capabilities.backends)
         self._orphans: deque[tuple[int, MemoryKind, int]] = deque()
         self._waste: deque[Registration] = deque()
         self._retired: OrderedDict[_Key, tuple[int, bytes]] = OrderedDict()
@@ -276,43 +269,18 @@ class Registry:
     def _share(self, region: Region, *, strict: bool) -> Registration:
         """Find or make a registration under a device id that others use, too, and count a user.
 
-        One that encloses the region serves as well: NIXL would not find what lies behind a
-        region that nests in another.
-
-        Args:
-            region: What is to be reachable.
-            strict: Refuse to enclose or overlap a live registration: transfers of our own look
-                memory up under this id.
-
         Raises:
-            RegistrationError: The library refused, or `strict` does.
+            RegistrationError: The library refused, or `strict` does: see `SharedRegistrations`.
         """
-        end = region.address + region.nbytes
-        for shared in self._shared.values():
-            live = shared.registration.region
-            if (live.kind, live.device_id) != (region.kind, region.device_id):
-                continue
-            live_end = live.address + live.nbytes
-            if live.address <= region.address and end <= live_end:
-                shared.users += 1
-                return shared.registration
-            if strict and live.address < end and region.address < live_end:
-                raise RegistrationError(
-                    f"{region.nbytes} bytes at {region.address:#x} overlap a registration of "
-                    f"{live.nbytes} bytes at {live.address:#x} that is in use. With these "
-                    f"backends ({', '.join(self._adapter.capabilities.backends)}) NIXL could then "
-                    "not find all of it: release the other first, or register the larger one first"
-                )
-        self._deregister()
-        registration = self._adapter.register(region)
-        self._shared[region] = _Shared(registration, 1)
-        return registration
+        found = self._shared.find(region, strict=strict)
+        if found is None:
+            self._deregister()
+            found = self._adapter.register(region)
+            self._shared.add(found)
+        return found
 
     def _unshare(self, registration: Registration) -> None:
-        shared = self._shared[registration.region]
-        shared.users -= 1
-        if shared.users == 0:
-            del self._shared[registration.region]
+        if self._shared.leave(registration):
             self._waste.append(registration)
 
     def _retire(self, slot: tuple[int, MemoryKind, int], entry: _Entry) -> None:
