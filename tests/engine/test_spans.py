@@ -103,6 +103,67 @@ class TestMerge:
         assert spans.tolist() == [[8, 4], [12, 4]]
 
 
+# Sizes, and for each side the gap before the span and its device id.
+side = st.tuples(st.sampled_from([0, 0, 0, 1, -3]), st.sampled_from([0, 7, 7, 7, 8]))
+paired_rows = st.lists(st.tuples(st.integers(1, 9), side, side), max_size=12)
+
+
+def side_of(rows: list[tuple[int, tuple[int, int]]]) -> Spans:
+    spans, end = [], 1000
+    for nbytes, (gap, device_id) in rows:
+        spans.append((end + gap, nbytes, device_id))
+        end += gap + nbytes
+    return np.array(spans, dtype=np.uint64).reshape(-1, 3)
+
+
+def places(spans: Spans) -> list[tuple[int, int]]:
+    """Device id and address of every byte, in order."""
+    return [(device, address + at) for address, n, device in spans.tolist() for at in range(n)]
+
+
+class TestMergePairs:
+    @bounded
+    @given(paired_rows)
+    def test_keeps_every_byte_of_both_in_order_and_joins_what_can_be(
+        self, rows: list[tuple[int, tuple[int, int], tuple[int, int]]]
+    ) -> None:
+        a = side_of([(nbytes, one) for nbytes, one, _ in rows])
+        b = side_of([(nbytes, other) for nbytes, _, other in rows])
+        before = a.tolist(), b.tolist()
+        joined_a, joined_b = algebra.merge_pairs(a, b, except_device=0)
+        assert (a.tolist(), b.tolist()) == before
+        assert joined_a[:, 1].tolist() == joined_b[:, 1].tolist()
+        assert places(joined_a) == places(a)
+        assert places(joined_b) == places(b)
+        # One row more wherever one of the two sides does not go on under its own device id.
+        steps = list(itertools.pairwise(zip(a.tolist(), b.tolist(), strict=True)))
+        goes_on = [
+            all(
+                here[0] + here[1] == there[0] and here[2] == there[2] != 0
+                for here, there in zip(one, following, strict=True)
+            )
+            for one, following in steps
+        ]
+        assert len(joined_a) == len(a) - sum(goes_on)
+        assert joined_a.dtype == joined_b.dtype == np.uint64
+        assert joined_a.flags.c_contiguous
+        assert joined_b.flags.c_contiguous
+
+    def test_what_has_nothing_to_join_is_not_copied(self) -> None:
+        a = np.array([(8, 4, 1), (12, 4, 1)], np.uint64)
+        b = np.array([(8, 4, 1), (13, 4, 1)], np.uint64)
+        for one, other in ((a, b), (b, a), (b, b), (a[:1], a[:1]), (a[:0], a[:0])):
+            result = algebra.merge_pairs(one, other, except_device=0)
+            assert result[0] is one
+            assert result[1] is other
+
+    def test_does_not_join_across_the_end_of_the_address_space(self) -> None:
+        a = np.array([(TOP - 8, 8, 1), (0, 8, 1)], np.uint64)
+        b = np.array([(64, 8, 1), (72, 8, 1)], np.uint64)
+        assert algebra.merge_pairs(a, b, except_device=0)[0] is a
+        assert algebra.merge_pairs(b, a, except_device=0)[0] is b
+
+
 class TestStrided:
     @bounded
     @given(layouts())

@@ -15,6 +15,7 @@ import struct
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from torch_nixl.engine.adapter import Spans
 
@@ -75,17 +76,10 @@ def merge(spans: Spans) -> Spans:
         spans = spans[spans[:, 1] != 0]
     if len(spans) < 2:
         return spans
-    addresses, lengths = spans[:, 0], spans[:, 1]
-    ends = addresses[:-1] + lengths[:-1]
-    # A span that reaches the end of the address space has the end 0 here and joins with nothing.
-    broken = (ends != addresses[1:]) | (ends <= addresses[:-1])
-    first = np.concatenate(([0], np.flatnonzero(broken) + 1))
-    if len(first) == len(spans):
+    breaks = _breaks(spans)
+    if breaks.all():
         return spans
-    merged = np.empty((len(first), 2), dtype=_UINT64)
-    merged[:, 0] = addresses[first]
-    merged[:, 1] = np.add.reduceat(lengths, first)
-    return merged
+    return _join_at(spans, breaks)
 
 
 def runs(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> tuple[int, int]:
@@ -223,6 +217,34 @@ def pair(a: Spans, b: Spans) -> tuple[Spans, Spans]:
     return _cut_at(a, ends_a, begins, lengths), _cut_at(b, ends_b, begins, lengths)
 
 
+def merge_pairs(a: Spans, b: Spans, *, except_device: int) -> tuple[Spans, Spans]:
+    """Join each pair of spans with the next where both sides' end at the next one's address.
+
+    Only under one device id on either side, and not under `except_device`.
+
+    Args:
+        a: ``[n, 3]``: address, nbytes, device id.
+        b: ``[n, 3]``, row by row as large as `a`: what `pair` returned.
+        except_device: The device id under which neighbours may lie in different regions.
+
+    Returns:
+        Two lists of ``m <= n`` spans, row by row as large as each other; `a` and `b` themselves
+        if nothing was joined.
+    """
+    if len(a) < 2:
+        return a, b
+    breaks = _breaks(a)
+    if breaks.all():
+        return a, b
+    breaks |= _breaks(b)
+    for side in (a, b):
+        devices = side[:, 2]
+        breaks |= (devices[1:] != devices[:-1]) | (devices[1:] == except_device)
+    if breaks.all():
+        return a, b
+    return _join_at(a, breaks), _join_at(b, breaks)
+
+
 def pieces(a: Spans, b: Spans, *, max_bytes: int, max_spans: int) -> list[tuple[Spans, Spans]]:
     """Group paired spans into consecutive pieces that are small enough to post one by one.
 
@@ -282,6 +304,23 @@ def _fold(
         else:
             outer.append((size, stride))
     return outer, run
+
+
+def _breaks(spans: Spans) -> npt.NDArray[np.bool_]:
+    """For each of two or more spans but the last: whether the next one begins elsewhere."""
+    addresses = spans[:, 0]
+    ends = addresses[:-1] + spans[:-1, 1]
+    # A span that reaches the end of the address space has the end 0 here and joins with nothing.
+    breaks: npt.NDArray[np.bool_] = (ends != addresses[1:]) | (ends <= addresses[:-1])
+    return breaks
+
+
+def _join_at(spans: Spans, breaks: npt.NDArray[np.bool_]) -> Spans:
+    """Return one span for each run of spans without a break."""
+    first = np.concatenate(([0], np.flatnonzero(breaks) + 1))
+    joined = spans[first]
+    joined[:, 1] = np.add.reduceat(spans[:, 1], first)
+    return joined
 
 
 def _cut_at(spans: Spans, ends: Spans, begins: Spans, lengths: Spans) -> Spans:

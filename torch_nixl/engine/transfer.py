@@ -14,7 +14,7 @@ from torch_nixl.engine import spans
 from torch_nixl.engine.adapter import Direction, MemoryKind, Spans, Transfer
 from torch_nixl.engine.operation import Operation
 from torch_nixl.engine.performance import look_at_spans
-from torch_nixl.engine.registry import RegisteredMemory
+from torch_nixl.engine.registry import PUBLIC_DEVICE_ID, RegisteredMemory
 from torch_nixl.errors import (
     ClosedError,
     PeerLostError,
@@ -290,7 +290,7 @@ def plan(
     """Pair local memories with a remote's and cut them into pieces.
 
     Neighbouring memories of the same kinds share pieces, so that a tree of small tensors costs
-    few posts.
+    few posts, and those of one host registration that follow each other on both sides are one span.
 
     Raises:
         TransferError: The two sides differ in number or size. Checked before the first piece.
@@ -344,6 +344,10 @@ def _pieces(
         theirs: Spans = np.concatenate([memory.spans for memory in remote[start:stop]])
         start = stop
         ours, theirs = spans.pair(ours, theirs)
+        if kind is remote_kind is MemoryKind.DRAM:
+            # Host memory under an id of its own is one region: see [Note: device ids]. Under a
+            # device's id, neighbours may lie in two, which no span may cross.
+            ours, theirs = spans.merge_pairs(ours, theirs, except_device=PUBLIC_DEVICE_ID)
         look_at_spans(len(ours), spans.total(ours))
         for long in spans.pieces(ours, theirs, max_bytes=LONG_PIECE_BYTES, max_spans=PIECE_SPANS):
             short = [long]
