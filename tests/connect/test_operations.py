@@ -66,6 +66,30 @@ def test_lists_of_all_shapes_arrive(pair: Pair, reads: bool) -> None:
     assert [one.size for one in active._local] == [48, 14, 0, 100_000, 5]
 
 
+def test_5000_neighbouring_descriptors_move_as_one_span(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapter = pair.other.connection().engine.adapter
+    counts: list[int] = []
+    prepare = adapter.prepare
+
+    def noted(direction: Any, kind: Any, local: Any, *rest: Any) -> Any:
+        counts.append(len(local))
+        return prepare(direction, kind, local, *rest)
+
+    monkeypatch.setattr(adapter, "prepare", noted)
+    source = torch.from_numpy(pattern(5000 * 256)).clone().view(5000, 256)
+    target = torch.zeros_like(source)
+    pair.move(list(source), list(target))
+    assert counts == [1]
+    assert torch.equal(source, target)
+    # Where one side's do not follow each other, they are moved one by one.
+    target.zero_()
+    pair.move(list(source[:100]), [target[row] for row in reversed(range(100))])
+    assert counts[1:] == [100]
+    assert torch.equal(target[:100], source[:100].flip(0))
+
+
 def test_nothing_but_empty_memory_completes(pair: Pair) -> None:
     exposed = pair.readable([torch.empty(0), b""])
     reading = pair.read(exposed.metadata(), [bytearray(), torch.empty(0, 3)])
