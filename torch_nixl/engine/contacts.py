@@ -31,6 +31,8 @@ class Contacts:
         contacting: Held while one is contacted, or forgotten by the library.
         identity: This process's own.
         own_blob: Metadata that tells how to reach this agent.
+        leaving: Names of those whose BYE has arrived behind words that the driver is still to take
+            in. Nothing is sent to them: NIXL logs an error for each word to who has left.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -41,6 +43,7 @@ class Contacts:
         self._remotes: dict[str, Remote] = {}
         self.identity = host.identity()
         self.own_blob = self._adapter.metadata([], connection=True)
+        self.leaving: set[str] = set()
 
     def __len__(self) -> int:
         return len(self._remotes)
@@ -78,7 +81,7 @@ class Contacts:
             if name == self._adapter.name:
                 remote.contact = Contact.READY
                 remote.identity = self.identity
-            else:
+            elif name not in self.leaving:
                 self._add(remote)
             with self._lock:
                 self._remotes[name] = remote
@@ -274,15 +277,17 @@ class Contacts:
 
     def send_raw(self, remote: Remote, data: bytes) -> None:
         """Send packed bytes as `send` does."""
-        if remote.broken is not None or self._connection.closed:
+        if remote.broken is not None or remote.name in self.leaving or self._connection.closed:
             return
         try:
             try:
                 self._adapter.notify(remote.name, data)
             except MetadataError:
-                # It may be unknown for a moment, while it is learned anew.
+                # It may be unknown for a moment, while it is learned anew; or for good, if another
+                # thread has lost it right now.
                 with remote.learning:
-                    self._adapter.notify(remote.name, data)
+                    if remote.broken is None:
+                        self._adapter.notify(remote.name, data)
         except ClosedError:
             pass  # Another thread has aborted the connection: everything ends with that.
         except TorchNixlError as error:

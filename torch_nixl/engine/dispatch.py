@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from torch_nixl.engine import wire
@@ -45,13 +45,21 @@ class Dispatcher:
         arrived = self._connection.adapter.drain()
         if arrived:
             self._arrived.extend(arrived)
+            if len(self._arrived) > 1:
+                self._look_for_farewells(arrived)
         elif not self._arrived:
             return False
         now = time.monotonic()
         # What is left when a handler is interrupted is handled by the next poll.
         while self._arrived:
             self._take_in(*self._arrived.popleft(), now)
+        self._contacts.leaving.clear()
         return True
+
+    def _look_for_farewells(self, arrived: Iterable[tuple[str, bytes]]) -> None:
+        """Note whose BYE has come with other words: those are taken in, and not answered."""
+        is_bye = self._connection.codec.is_bye
+        self._contacts.leaving.update(sender for sender, data in arrived if is_bye(sender, data))
 
     def _take_in(self, sender: str, data: bytes, now: float) -> None:
         counters = self._connection.counters
@@ -123,6 +131,7 @@ class Dispatcher:
             case wire.Bye():
                 # It says so only when its own operations have ended.
                 remote.closed = True
+                self._contacts.leaving.discard(sender)
                 error = PeerLostError(f"{sender} closed its connection", remote=sender)
                 self._contacts.lose(remote, error)
 

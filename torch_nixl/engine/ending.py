@@ -47,10 +47,10 @@ def close(connection: Connection, timeout: float) -> None:
                 operation.shut(ClosedError(f"{operation}: stopped by its connection's end"))
             progress.wait_until(has_ended, deadline)
         if not operations.transfers:
-            # Who has just said BYE is not to be sent one: NIXL logs an error for each.
-            progress.sweep()
-            # Peers take it as proof that we touch their memory no more.
-            connection.contacts.say_bye()
+            # Peers take BYE as proof that we touch their memory no more. It is said before another
+            # thread can find out that one of them has left, too: NIXL logs an error for each word
+            # to who has, and forgets who was lost.
+            progress.sweep(connection.contacts.say_bye)
     connection.abort("it was closed")
 
 

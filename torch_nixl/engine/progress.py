@@ -164,21 +164,30 @@ class Progress:
         """Whether a post has held up a poll a short while ago."""
         return time.monotonic() < self._contended_until
 
-    def sweep(self) -> None:
+    def sweep(self, then: Callable[[], object] | None = None) -> None:
         """Take in all that has arrived by now, even if another thread is polling.
 
         Does nothing in a frame handler, which is in the middle of that, and gives up after
         `SWEEP_SECONDS` if the other thread's handler is stuck.
+
+        Args:
+            then: Called last, in any case; before another thread polls, unless one is stuck.
         """
-        if self._driver == threading.get_ident():
+        if self._driver != threading.get_ident() and self._poll_now(then):
             return
+        if then is not None:
+            then()
+
+    def _poll_now(self, then: Callable[[], object] | None) -> bool:
         driving = self._driving
         try:  # [Note: interrupts]
             if not driving.acquire(timeout=SWEEP_SECONDS):
-                return
+                return False
             try:
                 self._driver = threading.get_ident()
                 self._rounds.poll()
+                if then is not None:
+                    then()
             finally:
                 self._driver = 0
         finally:
@@ -186,6 +195,7 @@ class Progress:
                 driving.release()
             except RuntimeError:
                 pass
+        return True
 
     def wait(self, operation: Operation, deadline: float | None) -> bool:
         """Drive until `operation` has ended; return False if the deadline comes first."""

@@ -87,6 +87,7 @@ LAST_RAW_KIND: Final = 127
 
 MAGIC: Final = b"TN"
 _NAMES_BOUND: Final = 1
+_BYE_START: Final = MAGIC + bytes((VERSION, Bye.KIND))
 # magic, version, kind, key id, flags, zero, body nbytes, zero, incarnation, counter
 _HEADER: Final = struct.Struct("<2sBBBBHIIQQ")
 _MAC_NBYTES: Final = 16
@@ -229,8 +230,26 @@ class Codec:
         kind, body = self.open(sender, data)
         return RawFrame(kind, body) if kind >= FIRST_RAW_KIND else self.read(kind, body)
 
-    def open(self, sender: str, data: bytes) -> tuple[int, bytes]:
+    def is_bye(self, sender: str, data: bytes) -> bool:
+        """Whether a frame is a BYE and genuine, without taking it in: it is still to be opened.
+
+        One that is repeated passes here. Nobody has one of an agent that lives.
+        """
+        if not data.startswith(_BYE_START):
+            return False
+        try:
+            self.open(sender, data, look=True)
+        except MetadataError:
+            return False
+        return True
+
+    def open(self, sender: str, data: bytes, *, look: bool = False) -> tuple[int, bytes]:
         """Check a frame, and return its kind and body.
+
+        Args:
+            sender: The agent that NIXL says it came from.
+            data: The notification.
+            look: Neither ask whether it was seen before nor remember that it was.
 
         Raises:
             MetadataError: It is cut, altered, of another version or an unknown kind, not
@@ -268,7 +287,7 @@ class Codec:
             raise MetadataError(
                 f"frame of {len(data)} bytes is damaged, or not from or for whom it says"
             )
-        if self._keyed is not None:
+        if self._keyed is not None and not look:
             self._check_news(sender, incarnation, counter)
         if not FIRST_RAW_KIND <= kind <= LAST_RAW_KIND and kind not in FRAMES:
             raise MetadataError(f"frame has kind {kind}, which version 1 does not know")
