@@ -11,7 +11,6 @@ nobody and tell nobody.
 from __future__ import annotations
 
 import contextlib
-import resource
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -44,7 +43,7 @@ SIZES = ((4 << 10, 4096), (16 << 10, 2048), (64 << 10, 1024), (256 << 10, 512))
 """Bytes of a page, and how many are moved."""
 
 PROMPT = 128
-IDLE_SECONDS = 3.0
+IDLE_SECONDS = 5
 
 
 def caches(buffer: torch.Tensor, page_nbytes: int) -> KVCache:
@@ -96,11 +95,12 @@ class Prefill:
     def idle(self) -> float:
         """Share of a core that this process uses while pages are on offer and nobody comes."""
         time.sleep(0.5)
-        before = resource.getrusage(resource.RUSAGE_SELF)
-        time.sleep(IDLE_SECONDS)
-        after = resource.getrusage(resource.RUSAGE_SELF)
-        used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-        return 100 * used / IDLE_SECONDS
+        shares = []
+        for _ in range(IDLE_SECONDS):
+            before, started = time.process_time(), time.perf_counter()
+            time.sleep(1)
+            shares.append((time.process_time() - before) / (time.perf_counter() - started))
+        return 100 * median(shares)
 
 
 class Decode:
@@ -117,9 +117,17 @@ class Decode:
         return self.session.exchange(None)[0]
 
     def pull(
-        self, client: KVCacheClient, what: object, src: Sequence[int], dst: Any, num_tokens: int
+        self,
+        client: KVCacheClient,
+        what: object,
+        src: Sequence[int],
+        dst: Any,
+        num_tokens: int,
+        silence: float = 0.0,
     ) -> float:
+        """Seconds from the ticket, or after so many seconds more, to the last page."""
         ticket = self.ask(what, src, num_tokens)
+        time.sleep(silence)
         started = time.perf_counter()
         fetch = client.pull(ticket, dst)
         fetch.wait()
@@ -206,16 +214,25 @@ class Decode:
 
     def first_contact(self) -> None:
         """A client that has never met the server, on a connection that has not either."""
-        seconds = []
-        for _ in range(7):
-            connection = Connection.open("new")
-            client = KVCacheClient(connection, smollm(self.buffer))
-            seconds.append(self.pull(client, "smollm", [1], [1], TOKENS))
-            client.close()
-            connection.close()
-        self.rows.append(
-            Row("first contact: ticket to the first page", median(seconds) * 1e3, "ms", 50)
-        )
+        seconds: dict[str, list[float]] = {"busy": [], "idle": [], "again": []}
+        for turn in range(7):
+            silence = 0.2 + 0.0023 * turn  # Not always at the same moment of the server's sleeps.
+            for name in ("busy", "idle"):
+                connection = Connection.open("new")
+                client = KVCacheClient(connection, smollm(self.buffer))
+                quiet = silence if name == "idle" else 0.0
+                seconds[name].append(self.pull(client, "smollm", [1], [1], TOKENS, quiet))
+                if name == "idle":
+                    again = self.pull(client, "smollm", [1], [1], TOKENS, silence)
+                    seconds["again"].append(again)
+                client.close()
+                connection.close()
+        busy, idle, again = (median(seconds[name]) * 1e3 for name in ("busy", "idle", "again"))
+        self.rows += [
+            Row("first contact: ticket to the first page", busy, "ms", 50),
+            Row("first contact, server idle for 0.2 s", idle, "ms", 50),
+            Row("known client, server idle for 0.2 s", again, "ms", None),
+        ]
 
     def polls(self) -> None:
         """A serving loop's polls while 256 MiB of pages move."""

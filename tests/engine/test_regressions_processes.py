@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -232,3 +233,32 @@ def test_a_forked_child_never_enters_nixl_through_what_it_inherited() -> None:
         check=False,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
+
+
+def _first_contacts_with_the_idle(rank: Rank) -> list[float]:
+    """How long it takes newcomers to read from rank 0, which nobody has spoken to for a while."""
+    store = rank.store()
+    if rank.rank == 0:
+        with Connection.open("idle", timeout=10) as owner:
+            source = torch.ones(100)
+            exposed = [owner.expose(READ, [tensor_memory(source)]) for _ in range(9)]
+            store.set("offers", "\n".join(pack(one.offer()) for one in exposed))
+            store.wait(["done"], timedelta(seconds=30))
+        return []
+    took = []
+    for number, text in enumerate(store.get("offers").decode().split("\n")):
+        with Connection.open(f"newcomer-{number}", timeout=10) as newcomer:
+            offer = unpack(text, newcomer)
+            # No two at the same moment of the owner's sleeps.
+            time.sleep(0.15 + 0.0017 * number)
+            started = time.monotonic()
+            read(offer, newcomer)
+            took.append(time.monotonic() - started)
+    store.set("done", "")
+    return took
+
+
+def test_a_newcomer_is_not_kept_waiting_by_the_sleeps_of_who_is_idle(rank_pool: RankPool) -> None:
+    """Four polls of the idle one would be 60 ms, and what else contact takes here 12."""
+    took = sorted(rank_pool.run(_first_contacts_with_the_idle, world_size=2, timeout=60)[1])
+    assert took[2] < 0.045

@@ -7,6 +7,13 @@ asks for, and not at all when nothing is.
 Waking a thread costs more than a small transfer, and whoever starts one mostly waits for it, too.
 So for a while after anything happened this thread looks again every WAIT_SECONDS by itself, and
 only a thread that rests for longer is woken.
+
+[Note: newcomers]
+UCX needs four polls here to answer a process that makes contact, and the first three bring nothing
+that could be seen: a thread at rest would sleep between them, 60 ms in all. But the first one
+accepts a socket, which takes the lowest descriptor that is free. So where that has changed since
+the last look, this thread looks often for a while. Whatever else opens files in this process costs
+it a few polls.
 """
 
 from __future__ import annotations
@@ -34,6 +41,9 @@ INLINE_SECONDS = 0.010
 
 ALERT_SECONDS = 0.050
 """How long this thread goes on polling every WAIT_SECONDS after something happened."""
+
+NEWCOMER_SECONDS = 0.020
+"""How long this thread goes on polling every WAIT_SECONDS after a file was opened or closed."""
 
 STOP_SECONDS = 10.0
 """How long `stop` waits for the thread, which a callback may keep."""
@@ -95,15 +105,17 @@ class Background:
 
     def _run(self) -> None:
         try:
-            self._loop()
+            with open(os.devnull, "rb", buffering=0) as file:
+                self._loop(file.fileno())
         except BaseException as error:
             log.exception("progress thread failed")
             self._rounds.crash(error)
 
-    def _loop(self) -> None:
+    def _loop(self, file: int) -> None:
         rounds, progress = self._rounds, self._progress
         alert_until = kicked_until = 0.0
         pause = 0.0
+        free = -1
         longest: float | None
         while True:
             self.awake = True
@@ -129,9 +141,14 @@ class Background:
             if inline:
                 # A thread polls, and waits for what it starts. Waking more often than this, we
                 # would only take its GIL.
-                longest = pause = WAIT_SECONDS if now < kicked_until else IDLE_SECONDS
+                longest = pause = WAIT_SECONDS if now < kicked_until else INLINE_SECONDS
             else:
                 longest = progress.longest_sleep() if now < alert_until else rounds.poll_interval()
+                if longest == IDLE_SECONDS:
+                    before, free = free, _free_descriptor(file)
+                    if free != before:  # [Note: newcomers]
+                        alert_until, pause = now + NEWCOMER_SECONDS, 0.0
+                        longest = progress.longest_sleep()
                 pause = min(max(pause * 1.25, WAIT_SECONDS / 16), longest or WAIT_SECONDS)
             self.awake = pause <= WAIT_SECONDS and longest is not None
             # What was started before this thread said that it rests did not wake it.
@@ -140,3 +157,13 @@ class Background:
             if self._alarm.sleep(None if longest is None else pause):
                 alert_until = kicked_until = time.monotonic() + ALERT_SECONDS
                 pause = 0.0
+
+
+def _free_descriptor(file: int) -> int:
+    """The lowest file descriptor that is free; -1 if none is."""
+    try:
+        free = os.dup(file)
+    except OSError:
+        return -1
+    os.close(free)
+    return free

@@ -14,11 +14,8 @@ if TYPE_CHECKING:
 WAIT_SECONDS = 0.001
 """Longest sleep between two polls while someone waits: 3 % of a core, 0.5 ms of latency."""
 
-EXPOSED_SECONDS = 0.005
-"""Sleep between two polls while memory is exposed but nobody waits."""
-
-IDLE_SECONDS = 0.010
-"""Sleep between two polls while remotes are known but nothing is outstanding."""
+IDLE_SECONDS = 0.015
+"""Sleep between two polls while nobody here waits, but a remote may send something."""
 
 MENDING_SECONDS = 1.0
 """How often ends that were cut short are looked for."""
@@ -52,9 +49,10 @@ class Rounds:
     def advance(self) -> bool:
         """Advance operations that no thread attends; return whether anything moved."""
         moved = False
-        for operation in list(self._operations.transfers):
-            if not operation.attended:
-                moved |= operation.attend()
+        if self._operations.transfers:
+            for operation in list(self._operations.transfers):
+                if not operation.attended:
+                    moved |= operation.attend()
         return moved
 
     def tick(self, now: float) -> None:
@@ -95,11 +93,9 @@ class Rounds:
             return WAIT_SECONDS
         if any(not one.done for one in (*operations.transfers, *operations.busy)):
             return WAIT_SECONDS
-        if len(operations):
-            return EXPOSED_SECONDS
         # Once metadata has left, a stranger may knock at any time, and is owed an answer.
-        waiting = self.reachable or len(connection.contacts) or connection.lost.lingering
-        return IDLE_SECONDS if waiting else None
+        open_to_others = self.reachable or len(connection.contacts) or len(operations)
+        return IDLE_SECONDS if open_to_others or connection.lost.lingering else None
 
     def crash(self, error: BaseException) -> None:
         """The background thread met a bug: fail everything rather than hang."""
