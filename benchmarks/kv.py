@@ -76,9 +76,6 @@ class Prefill:
     def serve(self) -> None:
         while (asked := self.session.exchange(None)[1]) is not None:
             what, pages, num_tokens = asked
-            if what == "idle":
-                self.session.exchange(self.idle())
-                continue
             offer = self.serving(what).offer("bench", pages, num_tokens)
             self.offers = [one for one in self.offers if not one.released] + [offer]
             self.session.exchange(offer.ticket)
@@ -280,12 +277,12 @@ class Decode:
         self.rows.append(Row("100,000 pages planned", median(best) * 1e3, "ms", 50))
 
     def idle(self) -> None:
-        """The other side's share of a core while it holds 100 offers."""
+        """The other side's share of a core while it holds 100 offers, and polls nothing else."""
         for page in range(100):
             self.ask(4 << 10, [page], TOKENS)
-        self.rows.append(
-            Row("server, idle, 100 requests' pages held", self.ask("idle"), "% of a core", 2.0)
-        )
+        self.session.exchange(None)
+        share = self.session.exchange(None)[0]
+        self.rows.append(Row("server, idle, 100 requests' pages held", share, "% of a core", 2.0))
 
 
 def timed(run: Any) -> float:
@@ -319,8 +316,10 @@ def body(session: Session) -> Rows:
     # First contact of the raw agents takes both.
     if session.rank == 0:
         session.wait_while(raw.poll)
+        prefill = Prefill(session, connection, buffer)
         with polled(raw):
-            Prefill(session, connection, buffer).serve()
+            prefill.serve()
+        session.exchange(prefill.idle())
     else:
         raw.move(False, 4096, b"")
         session.barrier()
@@ -332,7 +331,6 @@ def body(session: Session) -> Rows:
         decode.polls()
         decode.planning()
         decode.idle()
-        session.exchange(None)
         yield from decode.rows
     connection.close()
 

@@ -259,6 +259,9 @@ def _first_contacts_with_the_idle(rank: Rank) -> list[float]:
 
 
 def test_a_newcomer_is_not_kept_waiting_by_the_sleeps_of_who_is_idle(rank_pool: RankPool) -> None:
-    """Four polls of the idle one would be 60 ms, and what else contact takes here 12."""
-    took = sorted(rank_pool.run(_first_contacts_with_the_idle, world_size=2, timeout=60)[1])
-    assert took[2] < 0.045
+    """Four polls of the idle one would be 40 ms, and what else contact takes here 12."""
+    for _ in range(3):  # A busy machine adds its own.
+        took = sorted(rank_pool.run(_first_contacts_with_the_idle, world_size=2, timeout=60)[1])
+        if took[2] < 0.035:
+            return
+    pytest.fail(f"seconds, the last time: {took}")

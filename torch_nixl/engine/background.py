@@ -10,7 +10,7 @@ only a thread that rests for longer is woken.
 
 [Note: newcomers]
 UCX needs four polls here to answer a process that makes contact, and the first three bring nothing
-that could be seen: a thread at rest would sleep between them, 60 ms in all. But the first one
+that could be seen: a thread at rest would sleep between them, 40 ms in all. But the first one
 accepts a socket, which takes the lowest descriptor that is free. So where that has changed since
 the last look, this thread looks often for a while. Whatever else opens files in this process costs
 it a few polls.

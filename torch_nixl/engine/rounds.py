@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 WAIT_SECONDS = 0.001
 """Longest sleep between two polls while someone waits: 3 % of a core, 0.5 ms of latency."""
 
-IDLE_SECONDS = 0.015
+IDLE_SECONDS = 0.010
 """Sleep between two polls while nobody here waits, but a remote may send something."""
 
 MENDING_SECONDS = 1.0
