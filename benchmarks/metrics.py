@@ -10,7 +10,7 @@ from rows import bench, parser, rows, show
 from torch_nixl.bench.metrics import OFF
 
 LARGEST = 1.02
-ROUNDS = 21
+ROUNDS = 61
 
 if __name__ == "__main__":
     options = parser(__doc__ or "").parse_args()

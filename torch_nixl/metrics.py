@@ -67,7 +67,7 @@ MAX_WAITING: Final = 1024
 MAX_SPANS: Final = 10_000
 """Operations that wait to be made spans."""
 
-SPANS_SHARE: Final = 0.01
+SPANS_SHARE: Final = 0.005
 """Of a core, for making spans: while it makes one, no other thread of this process can run."""
 
 PAUSE: Final = 0.05
@@ -299,8 +299,8 @@ def expose(registry: CollectorRegistry | None = None) -> Collector:
 class Spans:
     """Makes an OpenTelemetry span of each operation that ends, until it is closed.
 
-    A thread of its own makes them, with a share of a core that the program does not feel: some
-    hundred each second. Of more than that over a longer time, some are left out.
+    A thread of its own makes them, with a share of a core that the program does not feel: a hundred
+    or two each second. Of more than that over a longer time, some are left out.
 
     Attributes:
         dropped: Operations of which no span was made: `MAX_SPANS` others waited for theirs.

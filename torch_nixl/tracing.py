@@ -167,10 +167,10 @@ class _Recorder:
         self._messages = observers.MessageRows(MAX_EVENTS)
 
     def start(self) -> None:
-        observers.watch(end=self._ends.note, message=self._messages.note)
+        observers.watch(end=self._ends.note, message=self._messages)
 
     def stop(self) -> None:
-        observers.unwatch(end=self._ends.note, message=self._messages.note)
+        observers.unwatch(end=self._ends.note, message=self._messages)
 
     @property
     def dropped(self) -> int:

@@ -122,7 +122,12 @@ def test_metrics_are_measured_on_against_off(tmp_path: Path) -> None:
     finished = bench("metrics", "--sizes", "8", "--rounds", "1", "--json", str(figures))
     assert finished.returncode == 0, finished.stderr
     report = Report.load(figures)
-    assert {one.what for one in report.measurements} == {"trace on", "metrics on", "spans on"}
+    assert {one.what for one in report.measurements} == {
+        "nothing on",
+        "trace on",
+        "metrics on",
+        "spans on",
+    }
     assert all(set(one.seconds) == {OURS, "off"} for one in report.measurements)
 
 

@@ -144,11 +144,47 @@ def test_what_found_no_room_is_counted(
     # Four times a message sent and received, a send and a receive of what is large; and a receive
     # that had to wait for its message is an operation, too.
     num_bars, num_marks = len(events(path, "X")), len(events(path, "i"))
-    assert (num_bars, num_marks) == (3, 3)
+    assert num_bars in (2, 3)
+    assert num_marks in (2, 3)
     assert traced.dropped >= 2 * (4 * 2 - 3)
     [label] = [one for one in events(path, "M") if one["name"] == "process_labels"]
     assert f"{traced.dropped} before them are missing" in label["args"]["labels"]
     assert f"{traced.dropped} before them found no room" in caplog.text
+
+
+def test_marks_are_kept_within_their_limit_while_the_trace_goes_on(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tracing, "MAX_EVENTS", 10)
+    a, b = world()
+    with torch_nixl.trace(tmp_path / "t.json") as traced:
+        kept = traced._recorder._messages._kept
+        for _ in range(100):
+            a.send(torch.zeros(2), 1)
+            b.recv(0)
+        deadline = time.monotonic() + 20
+        while len(kept) > 10 * 4:
+            assert time.monotonic() < deadline
+            b.iprobe(0)
+        assert len(kept) >= 5 * 4
+
+
+def test_a_message_that_waits_for_its_receive_is_marked_when_it_has_come(
+    world: World, tmp_path: Path
+) -> None:
+    a, b = world()
+    exchange(a, b)
+    path = tmp_path / "t.json"
+    with torch_nixl.trace(path):
+        before = time.time() * 1e6
+        a.send(torch.zeros(2), 1)
+        deadline = time.monotonic() + 20
+        while b.iprobe(0) is None:
+            assert time.monotonic() < deadline
+        after = time.time() * 1e6
+        b.recv(0)
+    for mark in events(path, "i"):
+        assert before - 1 <= mark["ts"] <= after + 1
 
 
 def test_a_trace_keeps_no_tensor_alive(world: World, tmp_path: Path) -> None:

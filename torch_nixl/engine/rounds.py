@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from torch_nixl.engine import observers
 from torch_nixl.engine.deferred import Deferred
 from torch_nixl.engine.dispatch import Dispatcher
 
@@ -75,6 +76,7 @@ class Rounds:
         connection.liveness.look_after(now, waited_for)
         connection.lost.sweep()
         connection.registry.collect()
+        observers.trim()
         for callback in self.tickers:
             callback(now)
 

@@ -180,9 +180,11 @@ class Inbox:
         body: bytes,
     ) -> None:
         self.num_received += 1
-        if observers.messages:
+        if observers.messages:  # [Note: notes] in observers.py
+            remote = peer.remote
+            note = (remote.heard_at, remote.name, description.nbytes, False)
             for tell in observers.messages:
-                tell(peer.remote.name, description.nbytes, False)
+                tell(note)
         at = HEAD.size + len(description.packed)
         error = receive.deliver(peer, number, description, body, at)
         if error is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from typing import TYPE_CHECKING, Final
 
@@ -273,7 +274,7 @@ class Outbox:
         self.num_sent += 1
         self._send(peer, protocol.EAGER, body)
         for tell in observers.messages:
-            tell(peer.remote.name, description.nbytes, True)
+            tell((time.monotonic(), peer.remote.name, description.nbytes, True))
 
     def on_credit(self, peer: Peer, body: bytes) -> None:
         """Credit came back: send what waited for it."""
