@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from torch_nixl.bench.connect_program import WARMUPS
 from torch_nixl.bench.raw import NAME as RAW
 from torch_nixl.bench.raw import RawAgent
 from torch_nixl.bench.report import OURS
@@ -37,7 +38,7 @@ def suite(session: Session) -> list[Case]:
 
     A round: the owner makes a readable operation and tells its metadata as JSON, the reader begins
     the read, both complete. Bare NIXL: the owner says that it may, the reader reads from where it
-    knows, and says so.
+    knows, and says so. In between the owner writes other bytes, and both look at what they have.
     """
     programs = {OURS: _Program(session, sys.executable, "torch_nixl.connect")}
     if session.takes_part(DYNAMO):
@@ -56,10 +57,7 @@ def suite(session: Session) -> list[Case]:
         raise RuntimeError(f"torch_nixl.connect can't be used: {reason}")
     for program in programs.values():
         program.meet(session)
-    raw = None
-    if session.takes_part(RAW):
-        buffer = torch.zeros(max(session.options.sizes), dtype=torch.uint8)
-        raw = RawAgent(session, buffer)
+    raw = _Raw(session) if session.takes_part(RAW) else None
     return [
         Case(f"read, its {name}", nbytes, partial(_make, session, programs, raw, role, nbytes))
         for name, role in (("reader", READER), ("owner", OWNER))
@@ -80,7 +78,7 @@ def _dynamo_python(session: Session) -> str:
 def _make(
     session: Session,
     programs: Mapping[str, _Program],
-    raw: RawAgent | None,
+    raw: _Raw | None,
     role: int,
     nbytes: int,
 ) -> dict[str, Contestant]:
@@ -88,7 +86,7 @@ def _make(
         name: partial(program.rounds, nbytes) for name, program in programs.items()
     }
     if raw is not None:
-        contestants[RAW] = _raw(session, raw, nbytes)
+        contestants[RAW] = partial(raw.rounds, nbytes)
 
     def counted(run: Contestant) -> Contestant:
         def contestant(count: int) -> Any:
@@ -100,18 +98,39 @@ def _make(
     return {name: counted(run) for name, run in contestants.items()}
 
 
-def _raw(session: Session, raw: RawAgent, nbytes: int) -> Contestant:
-    def own() -> None:
-        raw.notify(b"read")
-        raw.await_message()
+class _Raw:
+    """The rounds of `connect_program`, over bare NIXL in this very process."""
 
-    def read() -> None:
-        raw.await_message()
-        raw.move(False, nbytes, b"done")
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._buffer = torch.zeros(max(session.options.sizes), dtype=torch.uint8)
+        self._agent = RawAgent(session, self._buffer)
+        self._number = 0
 
-    if session.rank > READER:
-        return lambda count: [0.0]
-    return session.timed(own if session.rank == OWNER else read)
+    def rounds(self, nbytes: int, count: int) -> list[float]:
+        """Read so many times; return what each took on this side."""
+        tensor = self._buffer[:nbytes]
+        taken = []
+        for _ in range(WARMUPS + count):
+            self._number += 1
+            expected = self._number % 251
+            if self._session.rank == OWNER:
+                tensor.fill_(expected)
+            self._session.barrier()
+            started = time.perf_counter()
+            if self._session.rank == OWNER:
+                self._agent.notify(b"read")
+                self._agent.await_message()
+            elif self._session.rank == READER:
+                self._agent.await_message()
+                self._agent.move(False, nbytes, b"done")
+            taken.append(time.perf_counter() - started)
+            # Memory that another core has just written, or that has been looked at, is not read
+            # and written as fast as what nobody touches.
+            ends = (int(tensor.min()), int(tensor.max()))
+            if self._session.rank <= READER and ends != (expected, expected):
+                raise RuntimeError(f"wrong data in a round of {nbytes} bytes")
+        return taken[WARMUPS:]
 
 
 class _Program:
