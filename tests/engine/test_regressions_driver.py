@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import threading
 import time
 import weakref
@@ -199,6 +200,22 @@ def test_a_thread_that_is_stopped_as_it_begins_to_look_does_not_rest(
     assert background._thread is not None
     background._thread.join(5)
     assert not background._thread.is_alive()
+
+
+def test_a_thread_polls_though_no_file_can_be_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    rounds = Polled()
+    monkeypatch.setattr(Polled, "poll_interval", lambda _: IDLE_SECONDS)
+    monkeypatch.setattr("builtins.open", refuse)
+    progress = Progress(rounds, "t")
+    try:
+        progress.kick()
+        assert until(lambda: rounds.polled_by == {"torch_nixl-t"})
+    finally:
+        monkeypatch.undo()
+        progress.stop()
 
 
 def test_a_stop_waits_for_a_thread_that_is_just_starting(monkeypatch: pytest.MonkeyPatch) -> None:

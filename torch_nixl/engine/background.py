@@ -105,8 +105,11 @@ class Background:
 
     def _run(self) -> None:
         try:
-            with open(os.devnull, "rb", buffering=0) as file:
-                self._loop(file.fileno())
+            with contextlib.ExitStack() as stack:
+                file = -1
+                with contextlib.suppress(OSError):  # Too many are open.
+                    file = stack.enter_context(open(os.devnull, "rb", buffering=0)).fileno()
+                self._loop(file)
         except BaseException as error:
             log.exception("progress thread failed")
             self._rounds.crash(error)
@@ -160,7 +163,7 @@ class Background:
 
 
 def _free_descriptor(file: int) -> int:
-    """The lowest file descriptor that is free; -1 if none is."""
+    """The lowest file descriptor that is free, by duplicating one; -1 if that can't be told."""
     try:
         free = os.dup(file)
     except OSError:
