@@ -109,6 +109,10 @@ class Network:
         """Give a host an interface at an address that other hosts have, too."""
         self._join(host, self.names[nowhere], name, f"{name}-{host}", "192.168.9.1/24")
 
+    def island(self, host: int, nowhere: int, name: str) -> None:
+        """Give a host an interface from which others of its subnet can't be reached."""
+        self._join(host, self.names[nowhere], name, f"{name}-{host}", f"192.168.9.{host + 1}/24")
+
     def _join(self, host: int, peer: str, name: str, far_name: str, address: str) -> None:
         ours = self.names[host]
         far = ("type", "veth", "peer", "name", far_name, "netns", peer)

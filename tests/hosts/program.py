@@ -151,16 +151,18 @@ def interfaces(directory: Path) -> dict[str, Any]:
 def ambiguous(directory: Path) -> dict[str, Any]:
     """Try with an interface too many, then without it, by name and by exclusion."""
     communicator = torch_nixl.init(timeout=TIMEOUT)
-    work = communicator.irecv(tag=5)
     try:
+        work = communicator.irecv(1 - RANK, tag=5)
         communicator.send(torch.tensor(1), 1 - RANK)
         work.wait()
         found = "no error"
     except torch_nixl.TransferError as error:
         found = f"{type(error).__name__}: {error}"
+    (directory / f"{RANK}.found").touch()
+    await_file(directory / f"{1 - RANK}.found")
     communicator.close(timeout=1.0)
     routes = {}
-    for choice in ("front", "^twice"):
+    for choice in ("front", "^astray"):
         os.environ["UCX_NET_DEVICES"] = choice
         with torch_nixl.init(timeout=20.0) as communicator:
             routes[choice] = swap(communicator)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -117,14 +118,16 @@ def test_of_several_interfaces_one_that_leads_there_is_taken_or_the_users(tmp_pa
         results(net, tmp_path, [0, 1], 30)
 
 
-def test_interface_that_leads_astray_is_an_error_that_says_how_to_choose(tmp_path: Path) -> None:
+@pytest.mark.parametrize("add", [Network.double, Network.island], ids=["to itself", "nowhere"])
+def test_interface_that_leads_astray_is_an_error_that_says_how_to_choose(
+    tmp_path: Path, add: Callable[[Network, int, int, str], None]
+) -> None:
     with network(3) as net:
         net.link(0, 1, "front", 1)
         for host in (0, 1):
-            net.double(host, 2, "twice")
+            add(net, host, 2, "astray")
         net.torchrun(PROGRAM, "ambiguous", directory=tmp_path, num_hosts=2)
-        found = results(net, tmp_path, [0, 1], START_SECONDS)
-        assert any("UCX_NET_DEVICES" in result["found"] for result in found)
-        for result in found:
+        for result in results(net, tmp_path, [0, 1], START_SECONDS):
             assert result["found"].split(":")[0] in ("PeerLostError", "TransferTimeout")
-            assert set(result["routes"]) == {"front", "^twice"}
+            assert "UCX_NET_DEVICES" in result["found"]
+            assert set(result["routes"]) == {"front", "^astray"}

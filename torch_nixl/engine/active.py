@@ -158,6 +158,7 @@ class ActiveOperation(TransferOperation):
                 self.remote, wire.Done(self._offer.key, self.claim, outcome, text)
             )
         elif outcome is wire.Outcome.COMPLETE:
+            self.remote.answered = True
             self._connection.contacts.send_raw(self.remote, self._offer.key)
 
 

@@ -291,7 +291,7 @@ class Contacts:
         except ClosedError:
             pass  # Another thread has aborted the connection: everything ends with that.
         except TorchNixlError as error:
-            self.part(remote, error)
+            self.part(remote, remote.explain(error))
 
     def say_bye(self) -> None:
         """Tell all remotes that this side ends and won't touch their memory any more."""

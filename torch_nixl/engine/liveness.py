@@ -55,7 +55,8 @@ class Liveness:
         since = remote.silent_since
         if limit is not None and since is not None and now - since > limit:
             why = f"{remote.name} has not answered for {now - since:.1f} s (peer_timeout={limit})"
-            self._contacts.lose(remote, PeerLostError(why, remote=remote.name))
+            error = PeerLostError(f"{why}{remote.advice()}", remote=remote.name)
+            self._contacts.lose(remote, error)
         elif now - remote.heard_at > PING_SECONDS and now - remote.pinged_at > remote.ping_after:
             remote.pinged_at = now
             remote.silent_since = since or now

@@ -18,6 +18,10 @@ TUNED_ENVIRONMENT: Mapping[str, tuple[str, str]] = MappingProxyType(
         "UCX_TCP_RCVBUF": ("4m", "as for the send buffer"),
         "UCX_TCP_TX_SEG_SIZE": ("256k", "as for the send buffer: fewer and larger segments"),
         "UCX_TCP_RX_SEG_SIZE": ("256k", "must not be below the sender's segment size"),
+        "UCX_TCP_CONN_NB": (
+            "y",
+            "otherwise UCX aborts this process if a peer ends while it is connected to",
+        ),
     }
 )
 """Environment variables that UCX reads when an agent is made: (value, why). A user's value wins."""

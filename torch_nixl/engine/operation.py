@@ -244,7 +244,8 @@ class Operation:
         """Take note that the remote is gone."""
 
     def _timeout_error(self, why: str) -> TransferTimeout:
-        return TransferTimeout(f"{self}: timed out {why}")
+        advice = "" if self.remote is None else self.remote.advice()
+        return TransferTimeout(f"{self}: timed out {why}{advice}")
 
     def _finish(self, error: BaseException | None) -> bool:
         """End with or without an error; only the first call counts."""

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 from torch_nixl.engine.adapter import MemoryKind
 from torch_nixl.engine.blob import BlobInfo
+from torch_nixl.engine.nixl_environment import ucx_settings
+from torch_nixl.errors import PeerLostError, TorchNixlError
 
 if TYPE_CHECKING:
     from torch_nixl.engine.wire import Identity
@@ -48,7 +50,8 @@ class Remote:
         nonce: What we asked it to echo.
         heard_at: `time.monotonic()` of its last frame.
         silent_since: When the first ping since then went out; None if none has.
-        answered: It has had our HELLO: what we send arrives, also if we end right after.
+        answered: It has had our HELLO, or, if foreign, we have moved bytes of it: what we send
+            arrives, also if we end right after.
         broken: Why nothing can be sent to it any more; it is lost once what it sent is taken in.
         closed: It said that it leaves and won't touch our memory any more.
         greeted: Our HELLO is out, if it takes one: other frames may follow.
@@ -186,6 +189,22 @@ class Remote:
         self.pinged_at = 0.0
         self.ping_after = 0.0
         self.silent_since = None
+
+    def advice(self) -> str:
+        """What to add to an error: that no way may lead there, unless one is known to."""
+        if self.identity is not None or self.answered:
+            return ""
+        return (
+            f"; it has never answered, so perhaps no network device leads from this side "
+            f"({ucx_settings()}) to it and back"
+        )
+
+    def explain(self, error: TorchNixlError) -> TorchNixlError:
+        """Return an error that a transfer or message met, a loss with `advice`."""
+        advice = self.advice()
+        if not advice or not isinstance(error, PeerLostError):
+            return error
+        return PeerLostError(f"{error}{advice}", remote=self.name)
 
     def __repr__(self) -> str:
         return f"<Remote {self.name} {self.contact.name} regions={self.num_known}>"

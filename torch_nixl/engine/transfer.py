@@ -208,6 +208,8 @@ class TransferOperation(Operation):
 
     def _break(self, error: TorchNixlError) -> None:
         """A piece failed. The others are still to become final."""
+        if self.remote is not None:
+            error = self.remote.explain(error)
         self._finish(error)
         self._pieces = None
         broken, self._flight = self._flight, deque()
