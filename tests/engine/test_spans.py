@@ -271,6 +271,23 @@ class TestPair:
             assert all(piece[side].flags.c_contiguous for piece in pieces)
 
 
+class TestClip:
+    @bounded
+    @given(full_rows.filter(bool), st.data())
+    def test_keeps_the_bytes_from_start_to_stop(
+        self, rows: list[tuple[int, int]], data: st.DataObject
+    ) -> None:
+        spans = with_own_devices(make(*rows))
+        before = spans.copy()
+        whole = [(x, row) for row in range(len(spans)) for x in addresses(spans[row : row + 1, :2])]
+        start = data.draw(st.integers(0, len(whole) - 1))
+        stop = data.draw(st.integers(start + 1, len(whole)))
+        found = algebra.clip(spans, start, stop)
+        assert [(x + i, row) for x, n, row in found.tolist() for i in range(n)] == whole[start:stop]
+        assert found[:, 1].all()
+        assert np.array_equal(spans, before)
+
+
 class TestPieces:
     @bounded
     @given(full_rows, st.integers(1, 20), st.integers(1, 5))

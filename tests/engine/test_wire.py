@@ -39,6 +39,7 @@ FRAMES: list[wire.Frame] = [
     *(wire.Refuse(KEY, 7, reason, "because") for reason in wire.Reason),
     *(wire.Done(KEY, 7, outcome, "größer") for outcome in wire.Outcome),
     wire.Revoke(KEY, 7, wire.Reason.EXPIRED, ""),
+    wire.Assist(KEY, 7, 2**63, b"an offer"),
 ]
 NUMBERS = st.integers(0, 2**64 - 1)
 TEXTS = st.text(max_size=200)
@@ -64,6 +65,7 @@ ANY_FRAME: st.SearchStrategy[wire.Frame] = st.one_of(
     st.builds(wire.Refuse, SIXTEEN, NUMBERS, st.sampled_from(wire.Reason), TEXTS),
     st.builds(wire.Done, SIXTEEN, NUMBERS, st.sampled_from(wire.Outcome), TEXTS),
     st.builds(wire.Revoke, SIXTEEN, NUMBERS, st.sampled_from(wire.Reason), TEXTS),
+    st.builds(wire.Assist, SIXTEEN, NUMBERS, NUMBERS, st.binary()),
 )
 
 
@@ -226,7 +228,8 @@ def test_a_header_that_version_1_does_not_know_is_refused(
         (6, bytes(37)),
         (8, bytes(24) + b"\x0a"),
         (8, bytes(25)),
-        (9, bytes(24) + b"\x05"),
+        (9, bytes(24) + b"\x06"),
+        (11, bytes(31)),
         (9, bytes(24) + b"\x01\xc3"),
         (1, bytes(46 + (256 << 10) + 1)),
     ],
@@ -371,6 +374,8 @@ def test_texts_are_cut_between_characters() -> None:
         wire.HelloAck(KEY, KEY, wire.Identity(b"", 1, 1)),
         wire.Hello(KEY, HOME, 1, 256, b""),
         wire.Hello(KEY, HOME, 1, 1, bytes((256 << 10) + 1)),
+        wire.Assist(KEY, 1, -1, b""),
+        wire.Assist(KEY, 1, 0, bytes((64 << 10) + 1)),
     ],
 )
 def test_values_that_do_not_fit_are_refused_when_packing(frame: wire.Frame) -> None:

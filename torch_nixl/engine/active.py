@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from torch_nixl.engine import wire
 from torch_nixl.engine.adapter import Direction
+from torch_nixl.engine.assist import OPPOSITE, AssistedPart, may_assist, middle
 from torch_nixl.engine.blob import BlobInfo
 from torch_nixl.engine.offer import Offer
 from torch_nixl.engine.registry import RegisteredMemory
 from torch_nixl.engine.remotes import Contact, Remote
 from torch_nixl.engine.streams import StreamOrder
-from torch_nixl.engine.transfer import TransferOperation
+from torch_nixl.engine.transfer import Piece, TransferOperation, plan
 from torch_nixl.errors import (
     ClosedError,
     LeaseExpired,
@@ -43,7 +44,7 @@ class ActiveOperation(TransferOperation):
         order: For device memory, what has to run before it claims.
     """
 
-    __slots__ = ("_infos", "_offer", "_phase", "claim", "order")
+    __slots__ = ("_infos", "_offer", "_part", "_phase", "claim", "order")
 
     starts_counted = False
 
@@ -56,31 +57,42 @@ class ActiveOperation(TransferOperation):
         *,
         claim: int,
         deadline: float | None,
+        start: int = 0,
     ) -> None:
         super().__init__(
-            connection, remote, offer.direction, local, offer.memories, deadline=deadline
+            connection,
+            remote,
+            offer.direction,
+            local,
+            offer.memories,
+            start=start,
+            deadline=deadline,
         )
         self._offer = offer
         self._infos: list[BlobInfo] | None = [
             connection.adapter.inspect(blob) for blob in offer.metadata
         ]
         self._phase = _Phase.LEARNING
+        self._part: AssistedPart | None = None
         self.claim = claim
         self.order: StreamOrder | None = None
 
-    def on_granted(self, frame: wire.Granted) -> None:
-        if self._phase is _Phase.CLAIMING and frame.key == self._offer.key:
+    @property
+    def key(self) -> bytes:
+        """The offer's."""
+        return self._offer.key
+
+    def on_granted(self) -> None:
+        if self._phase is _Phase.CLAIMING:
             self._phase = _Phase.MOVING
             self.ring()
             self._connection.progress.kick()
 
     def on_refused(self, frame: wire.Refuse) -> None:
-        if self._phase is _Phase.CLAIMING and frame.key == self._offer.key:
+        if self._phase is _Phase.CLAIMING:
             self._stop(refusal(str(self), frame))
 
     def on_revoked(self, frame: wire.Revoke) -> None:
-        if frame.key != self._offer.key:
-            return
         if frame.reason is wire.Reason.CLOSED:
             self._stop(PeerLostError(f"{self}: its owner is closing: {frame.text}"))
         else:
@@ -93,6 +105,13 @@ class ActiveOperation(TransferOperation):
             self._stop(self._timeout_error("before its owner granted it"))
 
     def _advance(self) -> bool:
+        if self._part is not None and self._pieces is None and not self._flight:
+            # Our half is final, or will not move.
+            if not self._has_part_ended():
+                return False
+            if self._pieces is None:
+                self._settle()
+                return True
         if self._phase is _Phase.MOVING:
             return super()._advance()
         if self._done:
@@ -110,17 +129,15 @@ class ActiveOperation(TransferOperation):
         return self._learn_and_claim()
 
     def _learn_and_claim(self) -> bool:
-        assert self.remote is not None and self._infos is not None
+        assert self.remote is not None
         if self.order is not None and not self.order.passed():
             return False
         try:
-            if not self._connection.contacts.learn(self.remote, self._offer.metadata, self._infos):
+            if not self._learn():
                 return False
         except TorchNixlError as error:
             self._break(error)
             return True
-        self._infos = None
-        self.counted = True
         if self.remote.contact is Contact.FOREIGN:
             self._phase = _Phase.MOVING
             return True
@@ -135,9 +152,84 @@ class ActiveOperation(TransferOperation):
                 len(self._offer.memories),
             ),
         )
+        if may_assist(self._connection, self.remote, self._memories, self._offer.memories):
+            self._ask_for_assistance(self.remote)
+        return True
+
+    def _learn(self) -> bool:
+        """Tell the library of the offer's regions; False if other operations must end first."""
+        assert self.remote is not None and self._infos is not None
+        if not self._connection.contacts.learn(self.remote, self._offer.metadata, self._infos):
+            return False
+        self._infos = None
+        self.counted = True
+        return True
+
+    def begin(self) -> bool:
+        """Start as one that was granted beforehand, before it is in the connection's tables.
+
+        Returns:
+            False if it would have to wait for other operations first: nothing has begun.
+
+        Raises:
+            MetadataError: The library refused the metadata.
+            PeerLostError: The remote is lost.
+        """
+        if not self._learn():
+            return False
+        self._phase = _Phase.MOVING
+        return True
+
+    def _ask_for_assistance(self, remote: Remote) -> None:
+        """Have the owner move the second half: see [Note: assistance]."""
+        operations = self._connection.operations
+        start = middle(self.nbytes)
+        part = AssistedPart(self._connection, self, remote, OPPOSITE[self._direction], start)
+        packed = part.packed()
+        if len(packed) > wire.MAX_ASSIST_OFFER:
+            return
+        self._part = part
+        self._pieces = self._plan(stop=start)
+        try:
+            operations.add(part)
+        except ClosedError as error:
+            part.abort(error)
+            return
+        operations.busy[part] = None
+        assist = wire.Assist(self._offer.key, self.claim, start, packed)
+        self._connection.contacts.send(remote, assist)
+
+    def _plan(self, start: int = 0, stop: int | None = None) -> Iterator[Piece]:
+        memories = self._offer.memories
+        return plan(self._connection.progress, self._memories, memories, start=start, stop=stop)
+
+    def _has_part_ended(self) -> bool:
+        """Whether the owner moves nothing any more. What it declined is then ours to move."""
+        part = self._part
+        assert part is not None
+        if self._done and not part.done:
+            if part.started_at:
+                part.cancel()
+            else:  # Interrupted before the owner was asked.
+                part.abort(TransferCancelled(f"{part}: was never begun"))
+        if not part.released:
+            return False
+        self._part = None
+        if part.error is not None:
+            self._finish(part.error)
+        elif part.declined and not self._done:
+            self._pieces = self._plan(start=part.start)
         return True
 
     def _settle(self) -> None:
+        if self._part is not None and not self._has_part_ended():
+            if self._done:
+                # The owner's part may last, if it is lost and lives: that is no transfer of ours.
+                self._release_spent()
+                self._connection.operations.uncount(self)
+            return
+        if self._pieces is not None:
+            return  # What was declined.
         if self._direction is Direction.READ and not self._done:
             # The owner may have withdrawn the memory before our last read was final. Its word
             # has then arrived before anything that it wrote afterwards could be read.

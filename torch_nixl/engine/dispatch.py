@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from torch_nixl.engine import wire
+from torch_nixl.engine import assisting, wire
 from torch_nixl.engine.remotes import Remote
 from torch_nixl.errors import ClosedError, MetadataError, PeerLostError
 
@@ -116,6 +116,8 @@ class Dispatcher:
         match frame:
             case wire.Claim():
                 self._on_claim(remote, frame)
+            case wire.Assist():
+                assisting.on_assist(self._connection, remote, frame)
             case wire.Done():
                 passive = self._operations.offer(frame.key)
                 if passive is not None:
@@ -147,7 +149,7 @@ class Dispatcher:
             self._contacts.send(remote, wire.Refuse(frame.key, frame.claim, reason, ""))
 
     def _on_answer(self, remote: Remote, frame: wire.Granted | wire.Refuse | wire.Revoke) -> None:
-        operation = self._operations.claim(frame.claim, remote)
+        operation = self._operations.claim(frame.key, frame.claim, remote)
         match frame:
             case wire.Granted() | wire.Revoke() if operation is None:
                 # Abandoned before it was granted, or our word of its end was lost: give it back.
@@ -155,7 +157,7 @@ class Dispatcher:
                 done = wire.Done(frame.key, frame.claim, outcome, "abandoned")
                 self._contacts.send(remote, done)
             case wire.Granted() if operation is not None:
-                operation.on_granted(frame)
+                operation.on_granted()
             case wire.Refuse() if operation is not None:
                 operation.on_refused(frame)
             case wire.Revoke() if operation is not None:

@@ -17,6 +17,7 @@ MAX_TEXT: Final = 1024
 """Most bytes of a text, as UTF-8."""
 
 MAX_HELLO_METADATA: Final = 256 << 10
+MAX_ASSIST_OFFER: Final = 64 << 10
 KEY_NBYTES: Final = 16
 
 Values: TypeAlias = "tuple[int | bytes, ...]"
@@ -51,6 +52,7 @@ class Outcome(enum.Enum):
     FAILED = 2
     CANCELLED = 3
     TIMED_OUT = 4
+    DECLINED = 5  # of a part that the owner was asked to move: it has moved none of it
 
 
 # Look-ups of what a peer says; a number that isn't there is a KeyError. Faster than Enum's own.
@@ -313,6 +315,35 @@ class Revoke:
 
 
 @dataclass(frozen=True, slots=True)
+class Assist:
+    """Asks the owner to move a part of what it granted, and grants it leave to: see `assist.py`.
+
+    Attributes:
+        key: The offer's 16 bytes.
+        claim: The claimant's number for its operation, and for the part.
+        start: The first byte of the part. It goes on to the last one.
+        offer: The claimant's memory, all of it, in an envelope. Its own key names the part.
+    """
+
+    KIND: ClassVar = 11
+    FIXED: ClassVar = struct.Struct("<16sQQ")
+    MAX_TAIL: ClassVar = MAX_ASSIST_OFFER
+
+    key: bytes
+    claim: int
+    start: int
+    offer: bytes = field(repr=False)
+
+    def parts(self) -> tuple[Values, bytes]:
+        return (self.key, self.claim, self.start), self.offer
+
+    @classmethod
+    def make(cls, fixed: bytes, tail: bytes) -> Assist:
+        key, claim, start = cls.FIXED.unpack(fixed)
+        return cls(key, claim, start, tail)
+
+
+@dataclass(frozen=True, slots=True)
 class RawFrame:
     """A frame of a layer above, which knows what its body means.
 
@@ -325,10 +356,12 @@ class RawFrame:
     body: bytes = field(repr=False)
 
 
-Frame: TypeAlias = Hello | HelloAck | Bye | Ping | Pong | Claim | Granted | Refuse | Done | Revoke
+Frame: TypeAlias = (
+    Hello | HelloAck | Bye | Ping | Pong | Claim | Granted | Refuse | Done | Revoke | Assist
+)
 
 FRAMES: Final[dict[int, type[Frame]]] = {
     frame.KIND: frame
-    for frame in (Hello, HelloAck, Bye, Ping, Pong, Claim, Granted, Refuse, Done, Revoke)
+    for frame in (Hello, HelloAck, Bye, Ping, Pong, Claim, Granted, Refuse, Done, Revoke, Assist)
 }
 """Every frame by its kind."""

@@ -55,6 +55,11 @@ class Grant:
     claimant: Claimant | None = None
     reason: Reason | None = None
 
+    @property
+    def released(self) -> bool:
+        """Whether the memory is the owner's alone."""
+        return self.state is GrantState.RELEASED
+
     def claim(self, claimant: Claimant) -> Reason | None:
         """Take the grant up; return None if granted, else why not."""
         if self.state is GrantState.OFFERED:

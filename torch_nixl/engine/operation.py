@@ -124,6 +124,11 @@ class Operation:
         return self._error
 
     @property
+    def waited_for(self) -> bool:
+        """Whether a thread or a task waits for the end."""
+        return bool(self.attended or self._waiters or self._callbacks)
+
+    @property
     def in_flight(self) -> int:
         """Number of transfers of this operation that are under way."""
         return 0

@@ -43,9 +43,18 @@ class PassiveOperation(Operation):
         foreign_key: The message by which a foreign peer says that it is done; empty for none.
         grant: Where the operation stands: see `grants`.
         order: For device memory, what has to run before the memory is granted.
+        assistance: What moves a part of the claim from this side: see `assist.py`.
     """
 
-    __slots__ = ("_quarantined_until", "direction", "foreign_key", "grant", "key", "order")
+    __slots__ = (
+        "_quarantined_until",
+        "assistance",
+        "direction",
+        "foreign_key",
+        "grant",
+        "key",
+        "order",
+    )
 
     def __init__(
         self,
@@ -62,6 +71,7 @@ class PassiveOperation(Operation):
         self._quarantined_until: float | None = None
         self.grant = Grant()
         self.order: StreamOrder | None = None
+        self.assistance: Operation | None = None
 
     def offer(self) -> Offer:
         """What a peer needs to claim this operation.
@@ -96,6 +106,9 @@ class PassiveOperation(Operation):
             and self.remote is not None
             and not self._connection.liveness.is_gone(self.remote)
         )
+
+    def attend(self) -> bool:
+        return self.assistance is not None and self.assistance.attend()
 
     def cancel(self) -> None:
         self._withdraw(wire.Reason.REVOKED, TransferCancelled(f"{self}: cancelled by its owner"))
@@ -160,7 +173,7 @@ class PassiveOperation(Operation):
                 self._finish(TransferTimeout(f"{self}: the peer's time was up: {frame.text}"))
             case _:
                 self._finish(TransferError(f"{self}: failed on the peer: {frame.text}"))
-        self._release()
+        self._let_go()
 
     def on_key(self, sender: str) -> None:
         """A foreign peer, which asked nobody, says that it is done. Runs in the driver."""
@@ -190,14 +203,19 @@ class PassiveOperation(Operation):
             if time.monotonic() >= self._quarantined_until:
                 self._release()
             return
-        remote = self.remote
-        if remote is None or not self._connection.liveness.has_let_go(remote):
-            return
-        with self._connection.lock:
-            if self.grant.state is GrantState.RELEASED:
+        if not self.grant.released:
+            remote = self.remote
+            if remote is None or not self._connection.liveness.has_let_go(remote):
                 return
-            self.grant.lost()
-        self._release()
+            with self._connection.lock:
+                if not self.grant.released:
+                    self.grant.lost()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Give the memory back, unless this side still moves a part of it for the claimant."""
+        if self.assistance is None or self.assistance.released:
+            self._release()
 
     def _withdraw(self, reason: wire.Reason, error: BaseException) -> None:
         with self._connection.lock:

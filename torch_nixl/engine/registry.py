@@ -318,6 +318,11 @@ class Registry:
                     return
 
 
+def borrow(memories: Iterable[RegisteredMemory]) -> list[RegisteredMemory]:
+    """The same memories for one more operation, which neither holds nor releases them."""
+    return [RegisteredMemory(one.memory, one.device_id, one.spans, None) for one in memories]
+
+
 def regions_by_kind(memories: Iterable[RegisteredMemory]) -> list[list[Registration]]:
     """The regions that memories lie in, each once, in one list for each kind of memory."""
     found: dict[MemoryKind, dict[int, Registration]] = {}

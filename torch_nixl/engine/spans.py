@@ -335,6 +335,19 @@ def _cut_at(spans: Spans, ends: Spans, begins: Spans, lengths: Spans) -> Spans:
     return result
 
 
+def clip(spans: Spans, start: int, stop: int) -> Spans:
+    """Return the bytes from `start` to `stop`, which is more, of what `spans` describe."""
+    ends = np.cumsum(spans[:, 1], dtype=_UINT64)
+    first = int(np.searchsorted(ends, _UINT64.type(start), side="right"))
+    last = int(np.searchsorted(ends, _UINT64.type(stop), side="left"))
+    result: Spans = spans[first : last + 1].copy()
+    result[-1, 1] -= ends[last] - _UINT64.type(stop)
+    skipped = _UINT64.type(start) - (ends[first] - spans[first, 1])
+    result[0, 0] += skipped
+    result[0, 1] -= skipped
+    return result
+
+
 def cut(a: Spans, b: Spans, max_bytes: int) -> tuple[Spans, Spans]:
     """Cut paired spans longer than `max_bytes` into spans of that size and a rest.
 

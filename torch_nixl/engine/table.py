@@ -41,7 +41,7 @@ class OperationTable:
         self._all: dict[Operation, None] = {}
         self._offers: dict[bytes, PassiveOperation] = {}
         self._keys: dict[bytes, PassiveOperation] = {}
-        self._claims: dict[int, ActiveOperation] = {}
+        self._claims: dict[tuple[bytes, int], ActiveOperation] = {}
         self._ended: OrderedDict[bytes, wire.Reason] = OrderedDict()
         self._deadlines: list[tuple[float, int, weakref.ref[Operation]]] = []
         self._numbers = itertools.count()
@@ -87,7 +87,7 @@ class OperationTable:
             elif isinstance(operation, TransferOperation):
                 self.transfers[operation] = None
                 if isinstance(operation, ActiveOperation):
-                    self._claims[operation.claim] = operation
+                    self._claims[operation.key, operation.claim] = operation
                 if operation.starts_counted:
                     assert operation.remote is not None
                     operation.remote.flight += 1
@@ -124,13 +124,21 @@ class OperationTable:
                 elif isinstance(operation, TransferOperation):
                     self.transfers.pop(operation, None)
                     if isinstance(operation, ActiveOperation):
-                        self._claims.pop(operation.claim, None)
-                    if operation.counted:
-                        assert operation.remote is not None
-                        operation.counted = False  # Without a call before the other one.
-                        operation.remote.flight -= 1
+                        self._claims.pop((operation.key, operation.claim), None)
+                    self._uncount(operation)
                 self._all.pop(operation, None)
             self.ended.pop(operation, None)
+
+    def uncount(self, operation: TransferOperation) -> None:
+        """Note that nothing of an operation is under way any more, though it is not released."""
+        with self._lock:
+            self._uncount(operation)
+
+    def _uncount(self, operation: TransferOperation) -> None:
+        if operation.counted:
+            assert operation.remote is not None
+            operation.counted = False  # Without a call before the other one.
+            operation.remote.flight -= 1
 
     def overdue(self, now: float) -> list[Operation]:
         """Operations whose deadline has passed. Each is returned once, unless a thread waits."""
@@ -157,9 +165,9 @@ class OperationTable:
         """Why an offer of that key is not to be had any more."""
         return self._ended.get(key, wire.Reason.UNKNOWN)
 
-    def claim(self, number: int, remote: Remote) -> ActiveOperation | None:
-        """Our claim of that number, if it was made to that remote."""
-        operation = self._claims.get(number)
+    def claim(self, key: bytes, number: int, remote: Remote) -> ActiveOperation | None:
+        """What moves under that offer and number, if the offer is that remote's."""
+        operation = self._claims.get((key, number))
         return operation if operation is not None and operation.remote is remote else None
 
     def by_message(self, message: bytes) -> PassiveOperation | None:

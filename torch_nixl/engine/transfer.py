@@ -61,6 +61,7 @@ class TransferOperation(Operation):
 
     Args:
         frame: Kind and body of a frame to send once all bytes are visible to the remote.
+        start: The first byte to be moved.
 
     Attributes:
         starts_counted: Whether it counts in its remote's `flight` from the start, rather than once
@@ -97,13 +98,16 @@ class TransferOperation(Operation):
         remote_memories: Sequence[OfferedMemory],
         *,
         frame: tuple[int, bytes] | None = None,
+        start: int = 0,
         name: str = "",
         deadline: float | None = None,
     ) -> None:
         super().__init__(connection, name or direction.value, local, deadline)
         self.remote = remote
         self._direction = direction
-        self._pieces: Iterator[Piece] | None = plan(connection.progress, local, remote_memories)
+        self._pieces: Iterator[Piece] | None = plan(
+            connection.progress, local, remote_memories, start=start
+        )
         self._ready: tuple[Transfer, int] | None = None
         self._flight: deque[tuple[Transfer, int]] = deque()
         self._frame = frame
@@ -287,12 +291,24 @@ class TransferOperation(Operation):
 
 
 def plan(
-    progress: Progress, local: Sequence[RegisteredMemory], remote: Sequence[OfferedMemory]
+    progress: Progress,
+    local: Sequence[RegisteredMemory],
+    remote: Sequence[OfferedMemory],
+    *,
+    start: int = 0,
+    stop: int | None = None,
 ) -> Iterator[Piece]:
     """Pair local memories with a remote's and cut them into pieces.
 
     Neighbouring memories of the same kinds share pieces, so that a tree of small tensors costs
     few posts, and those of one host registration that follow each other on both sides are one span.
+
+    Args:
+        progress: Tells how long pieces may be.
+        local: This side's memories.
+        remote: The other side's.
+        start: The first byte to be moved. Other than 0 only where all memory is of one kind.
+        stop: The first byte that is not, likewise; None to move all that follow.
 
     Raises:
         TransferError: The two sides differ in number or size. Checked before the first piece.
@@ -300,7 +316,9 @@ def plan(
     if len(local) == len(remote) == 1 and local[0].memory.nbytes == remote[0].nbytes:
         ours, theirs = local[0].spans, remote[0].spans
         if len(ours) == len(theirs) == 1:
-            return _dense(progress, local[0].memory.kind, ours, remote[0].kind, theirs)
+            stop = remote[0].nbytes if stop is None else stop
+            kinds = local[0].memory.kind, remote[0].kind
+            return _dense(progress, kinds, ours, theirs, start, stop)
     if len(local) != len(remote) or any(
         mine.memory.nbytes != theirs.nbytes for mine, theirs in zip(local, remote, strict=True)
     ):
@@ -308,21 +326,26 @@ def plan(
             f"local memory of {[held.memory.nbytes for held in local]} bytes does not match "
             f"remote memory of {[theirs.nbytes for theirs in remote]} bytes"
         )
-    return _pieces(progress, local, remote)
+    return _pieces(progress, local, remote, start, stop)
 
 
 def _dense(
-    progress: Progress, kind: MemoryKind, ours: Spans, remote_kind: MemoryKind, theirs: Spans
+    progress: Progress,
+    kinds: tuple[MemoryKind, MemoryKind],
+    ours: Spans,
+    theirs: Spans,
+    start: int,
+    stop: int,
 ) -> Iterator[Piece]:
     """The common case, one span on each side: no numpy between the posts, whose caches it costs."""
+    kind, remote_kind = kinds
     [[address, nbytes, device_id]] = ours.tolist()
-    if nbytes <= PIECE_BYTES:
+    if stop - start == nbytes <= PIECE_BYTES:
         yield kind, ours, remote_kind, theirs
         return
     [[remote_address, _, remote_device_id]] = theirs.tolist()
-    start = 0
-    while start < nbytes:
-        size = min(PIECE_BYTES if progress.contended else LONG_PIECE_BYTES, nbytes - start)
+    while start < stop:
+        size = min(PIECE_BYTES if progress.contended else LONG_PIECE_BYTES, stop - start)
         yield (
             kind,
             spans.row(address + start, size, device_id),
@@ -333,18 +356,26 @@ def _dense(
 
 
 def _pieces(
-    progress: Progress, local: Sequence[RegisteredMemory], remote: Sequence[OfferedMemory]
+    progress: Progress,
+    local: Sequence[RegisteredMemory],
+    remote: Sequence[OfferedMemory],
+    start: int,
+    stop: int | None,
 ) -> Iterator[Piece]:
-    start = 0
+    first = 0
     count = len(local)
-    while start < count:
-        kind, remote_kind = local[start].memory.kind, remote[start].kind
-        stop = start + 1
-        while stop < count and local[stop].memory.kind is kind and remote[stop].kind is remote_kind:
-            stop += 1
-        ours: Spans = np.concatenate([held.spans for held in local[start:stop]])
-        theirs: Spans = np.concatenate([memory.spans for memory in remote[start:stop]])
-        start = stop
+    while first < count:
+        kind, remote_kind = local[first].memory.kind, remote[first].kind
+        last = first + 1
+        while last < count and local[last].memory.kind is kind and remote[last].kind is remote_kind:
+            last += 1
+        ours: Spans = np.concatenate([held.spans for held in local[first:last]])
+        theirs: Spans = np.concatenate([memory.spans for memory in remote[first:last]])
+        if start or stop is not None:
+            assert last - first == count, "a part is cut from memory of one kind"
+            end = spans.total(ours) if stop is None else stop
+            ours, theirs = spans.clip(ours, start, end), spans.clip(theirs, start, end)
+        first = last
         ours, theirs = spans.pair(ours, theirs)
         if kind is remote_kind is MemoryKind.DRAM:
             # Host memory under an id of its own is one region: see [Note: device ids]. Under a

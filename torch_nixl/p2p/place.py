@@ -172,22 +172,9 @@ def cut(parts: Sequence[Stretch], start: int, stop: int) -> list[Stretch]:
         end = at + algebra.total(spans[:, :2])
         low, high = max(start, at), min(stop, end)
         if low < high:
-            result.append((kind, _cut(spans, low - at, high - at, end - at)))
+            whole = low == at and high == end
+            result.append((kind, spans if whole else algebra.clip(spans, low - at, high - at)))
         at = end
-    return result
-
-
-def _cut(spans: Spans, start: int, stop: int, total: int) -> Spans:
-    if start == 0 and stop == total:
-        return spans
-    ends = np.cumsum(spans[:, 1], dtype=np.uint64)
-    first = int(np.searchsorted(ends, np.uint64(start), side="right"))
-    last = int(np.searchsorted(ends, np.uint64(stop), side="left"))
-    result = spans[first : last + 1].copy()
-    result[-1, 1] -= ends[last] - np.uint64(stop)
-    skipped = np.uint64(start) - (ends[first] - spans[first, 1])
-    result[0, 0] += skipped
-    result[0, 1] -= skipped
     return result
 
 

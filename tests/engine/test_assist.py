@@ -1,0 +1,445 @@
+"""Large claims between processes of one host: the owner moves the second half."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import pytest
+import torch
+
+from torch_nixl._testing.rank_worker import Rank
+from torch_nixl.engine import assist, transfer, wire
+from torch_nixl.engine.active import ActiveOperation
+from torch_nixl.engine.adapter import Adapter, Direction, MemoryKind
+from torch_nixl.engine.connection import Connection
+from torch_nixl.engine.loopback import LoopbackFabric
+from torch_nixl.engine.memory import address_memory, tensor_memory
+from torch_nixl.engine.offer import Offer
+from torch_nixl.engine.passive import PassiveOperation
+from torch_nixl.errors import (
+    PeerLostError,
+    TransferCancelled,
+    TransferError,
+    TransferTimeout,
+)
+from torch_nixl.testing import RankPool, RanksFailed
+
+READ, WRITE = Direction.READ, Direction.WRITE
+NBYTES = 1 << 20
+HALF = NBYTES // 2
+QUIET = {"NIXL_LOG_LEVEL": "FATAL", "UCX_LOG_LEVEL": "fatal"}
+
+
+@pytest.fixture(autouse=True)
+def any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(assist, "ASSIST_BYTES", 4096)
+
+
+def filled(count: int, seed: int) -> torch.Tensor:
+    return torch.randint(0, 256, (count,), dtype=torch.uint8, generator=_seeded(seed))
+
+
+def _seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def several(seed: int) -> list[torch.Tensor]:
+    """A list whose middle lies in a view in pieces, with an empty tensor in it."""
+    wide = filled(1000 * 300, seed).view(1000, 300)
+    return [filled(70_001, seed + 1), wide[:, 3:200], torch.empty(0, dtype=torch.uint8), wide[0:9]]
+
+
+LAYOUTS: dict[str, Callable[[int], list[torch.Tensor]]] = {
+    "one": lambda seed: [filled(NBYTES, seed)],
+    "odd": lambda seed: [filled(NBYTES + 4095, seed)],
+    "several": several,
+    "in pieces": lambda seed: [filled(2 * NBYTES, seed).view(-1, 4096)[:, :2048]],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("direction", [READ, WRITE], ids=["read", "write"])
+def test_each_side_moves_a_half(
+    adapter_factory: Callable[[str], Adapter], direction: Direction, layout: str
+) -> None:
+    exposed_tensors, claimed_tensors = LAYOUTS[layout](1), LAYOUTS[layout](50)
+    sources, targets = exposed_tensors, claimed_tensors
+    if direction is WRITE:
+        sources, targets = targets, sources
+    expected = [one.clone() for one in sources]
+    with (
+        Connection(adapter_factory("owner"), timeout=20) as owner,
+        Connection(adapter_factory("claimant"), timeout=20) as claimant,
+    ):
+        meet(owner, claimant)
+        exposed = owner.expose(direction, [tensor_memory(one) for one in exposed_tensors])
+        exposed.add_done_callback(lambda: None)
+        active = claimant.claim(exposed.offer(), [tensor_memory(one) for one in claimed_tensors])
+        active.wait()
+        exposed.wait()
+        for target, source in zip(targets, expected, strict=True):
+            assert torch.equal(target, source)
+        assert active.wait_released(5)
+        assert exposed.wait_released(5)
+        theirs = exposed.assistance
+        assert theirs is not None
+        start = assist.middle(exposed_nbytes(exposed_tensors))
+        assert theirs.released
+        assert theirs.error is None
+        assert (active.moved_nbytes, moved(theirs)) == (
+            start,
+            exposed_nbytes(exposed_tensors) - start,
+        )
+        assert (len(owner.operations), len(claimant.operations)) == (0, 0)
+        counted = owner.statistics(), claimant.statistics()
+        assert [one.operations for one in counted] == [2, 2], "with that of contact"
+
+
+def exposed_nbytes(tensors: list[torch.Tensor]) -> int:
+    return sum(one.numel() for one in tensors)
+
+
+def moved(operation: object) -> int:
+    assert isinstance(operation, ActiveOperation)
+    return operation.moved_nbytes
+
+
+def meet(owner: Connection, claimant: Connection) -> None:
+    """Until the two have spoken, neither knows whether they are on one host."""
+    first = owner.expose(READ, [tensor_memory(torch.ones(1))])
+    claimant.claim(first.offer(), [tensor_memory(torch.zeros(1))]).wait(10)
+    first.wait(10)
+
+
+@dataclass
+class Two:
+    """An owner and a claimant whom only this thread drives."""
+
+    fabric: LoopbackFabric = field(default_factory=LoopbackFabric)
+
+    def __post_init__(self) -> None:
+        self.agent = self.fabric.adapter("owner")
+        self.owner = Connection(self.agent, timeout=20)
+        self.claimant = Connection(self.fabric.adapter("claimant"), timeout=20)
+        meet(self.owner, self.claimant)
+        self.owner.progress.stop()
+        self.claimant.progress.stop()
+        self.source, self.target = filled(NBYTES, 1), torch.zeros(NBYTES, dtype=torch.uint8)
+
+    def begin(self, *, waits: bool = True) -> tuple[PassiveOperation, ActiveOperation]:
+        exposed = self.owner.expose(READ, [tensor_memory(self.source)])
+        if waits:
+            exposed.add_done_callback(lambda: None)
+        return exposed, self.claimant.claim(exposed.offer(), [tensor_memory(self.target)])
+
+    def step(self, condition: Callable[[], bool] = lambda: False, turns: int = 400) -> bool:
+        for _ in range(turns):
+            if condition():
+                return True
+            for connection in (self.owner, self.claimant):
+                connection.progress.step()
+                connection.rounds.advance()
+                connection.rounds.tick(time.monotonic())
+        return condition()
+
+    def slow_owner(self) -> None:
+        """Have what the owner posts crawl."""
+        self.fabric.delay(64, initiator="owner")
+
+    def let_go(self) -> None:
+        self.fabric.delay(None, initiator="owner")
+
+    def begin_slowly(self) -> tuple[PassiveOperation, ActiveOperation]:
+        """A claim whose first half has been read, and whose second one crawls."""
+        self.slow_owner()
+        exposed, active = self.begin()
+        assert self.step(lambda: active.moved_nbytes == HALF and in_flight(exposed))
+        assert not active.done
+        return exposed, active
+
+    def works_still(self) -> bool:
+        self.let_go()
+        self.target.zero_()
+        exposed, active = self.begin()
+        both = self.step(lambda: exposed.released and active.released)
+        return both and active.error is None and torch.equal(self.source, self.target)
+
+
+def in_flight(exposed: PassiveOperation) -> bool:
+    return exposed.assistance is not None and exposed.assistance.in_flight > 0
+
+
+@pytest.fixture
+def two() -> Iterator[Two]:
+    two = Two()
+    yield two
+    two.owner.abort()
+    two.claimant.abort()
+
+
+def test_an_owner_for_whom_nobody_waits_declines(two: Two) -> None:
+    exposed, active = two.begin(waits=False)
+    assert two.step(lambda: exposed.released and active.released)
+    assert active.error is None
+    assert exposed.assistance is None
+    assert active.moved_nbytes == NBYTES
+    assert torch.equal(two.source, two.target)
+
+
+def test_little_memory_device_memory_and_other_paths_are_moved_by_the_claimant(
+    two: Two, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(assist, "ASSIST_BYTES", NBYTES + 1)
+    exposed, active = two.begin()
+    assert two.step(lambda: exposed.released and active.released)
+    monkeypatch.setattr(assist, "ASSIST_BYTES", NBYTES)
+    monkeypatch.setattr(two.claimant.contacts, "path", lambda remote: "tcp")
+    other, also = two.begin()
+    assert two.step(lambda: other.released and also.released)
+    monkeypatch.undo()
+    assert exposed.assistance is other.assistance is None
+    device = [
+        address_memory(one.data_ptr(), NBYTES, kind=MemoryKind.VRAM, owner=one)
+        for one in (two.source, two.target)
+    ]
+    on_device = two.owner.expose(READ, [device[0]])
+    on_device.add_done_callback(lambda: None)
+    last = two.claimant.claim(on_device.offer(), [device[1]])
+    assert two.step(lambda: on_device.released and last.released)
+    assert on_device.assistance is None
+    for one in (active, also, last):
+        assert one.error is None
+        assert one.moved_nbytes == NBYTES
+
+
+def test_an_owner_that_would_have_to_wait_for_other_operations_declines(two: Two) -> None:
+    remote = two.owner.contacts.get(two.claimant.name)
+    assert remote is not None
+    remote.flight, remote.crowded = 1, True
+    exposed, active = two.begin()
+    assert two.step(lambda: exposed.released and active.released)
+    assert (active.error, exposed.assistance) == (None, None)
+    assert torch.equal(two.source, two.target)
+    remote.flight -= 1
+    assert two.works_still()
+
+
+def test_an_owner_that_fails_at_its_half_fails_both(two: Two) -> None:
+    two.fabric.fail_next(two.agent, "post", TransferError("scripted"))
+    exposed, active = two.begin()
+    assert two.step(lambda: exposed.released and active.released)
+    for one in (exposed, active):
+        assert isinstance(one.error, TransferError)
+        assert "scripted" in str(one.error)
+    assert two.works_still()
+
+
+def test_memory_stays_owned_until_the_owner_has_ended_after_a_cancel(two: Two) -> None:
+    exposed, active = two.begin_slowly()
+    active.cancel()
+    assert isinstance(active.error, TransferCancelled)
+    assert not two.step(lambda: active.released, turns=20)
+    assert active.memories
+    two.let_go()
+    assert two.step(lambda: active.released and exposed.released)
+    assert isinstance(exposed.error, TransferCancelled)
+    assert two.works_still()
+
+
+def test_time_is_up_while_the_owner_moves_its_half(two: Two) -> None:
+    exposed, active = two.begin_slowly()
+    active.expire()
+    assert isinstance(active.error, TransferTimeout)
+    assert not two.step(lambda: active.released, turns=20)
+    two.let_go()
+    assert two.step(lambda: active.released and exposed.released)
+    assert isinstance(exposed.error, TransferTimeout)
+    assert two.works_still()
+
+
+def test_an_owner_that_cancels_is_heard_while_it_moves_its_half(two: Two) -> None:
+    exposed, active = two.begin_slowly()
+    exposed.cancel()
+    assert not two.step(lambda: exposed.released, turns=20), "its own half still moves"
+    assert isinstance(active.error, TransferCancelled)
+    two.let_go()
+    assert two.step(lambda: active.released and exposed.released)
+    assert two.works_still()
+
+
+def test_a_refused_claim_takes_its_part_back(two: Two) -> None:
+    exposed, active = two.begin()
+    assert two.step(lambda: exposed.released and active.released)
+    offer = replace(exposed_offer(two), key=bytes(16))
+    two.target.zero_()
+    late = two.claimant.claim(offer, [tensor_memory(two.target)])
+    assert two.step(lambda: late.released)
+    assert late.error is not None
+    assert not two.target.any()
+    assert len(two.claimant.operations) == 0
+
+
+def exposed_offer(two: Two) -> Offer:
+    exposed = two.owner.expose(READ, [tensor_memory(two.source)])
+    offer = exposed.offer()
+    exposed.cancel()
+    return offer
+
+
+def test_closing_while_the_owner_moves_its_half(two: Two) -> None:
+    exposed, active = two.begin_slowly()
+    closing = threading.Thread(target=two.claimant.close, args=(1.0,))
+    closing.start()
+    deadline = time.monotonic() + 5
+    while closing.is_alive():
+        two.owner.progress.step()
+        assert time.monotonic() < deadline
+    closing.join()
+    assert active.error is not None
+    two.let_go()
+    while not exposed.done:
+        two.owner.progress.step()
+        two.owner.rounds.advance()
+        assert time.monotonic() < deadline
+    assert exposed.error is not None
+
+
+def test_what_makes_no_sense_is_declined_or_refused_and_moves_nothing(two: Two) -> None:
+    """Each ASSIST is a true one but for one thing, of a claim whose claimant sends none."""
+    owner, claimant = two.owner, two.claimant
+    remote = claimant.contacts.get(owner.name)
+    assert remote is not None
+    small = torch.zeros(100, dtype=torch.uint8)
+    victim = torch.zeros(NBYTES, dtype=torch.uint8)
+
+    def offer_of(tensor: torch.Tensor, direction: Direction = WRITE) -> Offer:
+        exposed = claimant.expose(direction, [tensor_memory(tensor)])
+        offer = exposed.offer()
+        exposed.abort(TransferError("only its offer is wanted"))
+        return offer
+
+    good, of_small = offer_of(victim), offer_of(small)
+    cases: dict[str, Callable[[wire.Assist], wire.Assist]] = {
+        "unknown key": lambda true: replace(true, key=bytes(16)),
+        "another claim": lambda true: replace(true, claim=true.claim + 1),
+        "behind the end": lambda true: replace(true, start=NBYTES),
+        "far behind the end": lambda true: replace(true, start=(1 << 64) - 1),
+        "wrong size": lambda true: replace(true, offer=of_small.pack(key=None)),
+        "wrong direction": lambda true: replace(true, offer=offer_of(victim, READ).pack(key=None)),
+        "in two": lambda true: replace(
+            true, offer=replace(good, memories=good.memories * 2).pack(key=None)
+        ),
+        "another's memory": lambda true: replace(true, offer=exposed_offer(two).pack(key=None)),
+        "garbage": lambda true: replace(true, offer=b"garbage"),
+        "nothing": lambda true: replace(true, offer=b""),
+    }
+
+    def begin() -> tuple[PassiveOperation, ActiveOperation, wire.Assist]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(assist, "ASSIST_BYTES", 1 << 60)
+            exposed, active = two.begin()
+        while exposed.grant.claimant is None:
+            owner.progress.step()
+        return exposed, active, wire.Assist(exposed.key, active.claim, HALF, good.pack(key=None))
+
+    for name, forge in cases.items():
+        exposed, active, true = begin()
+        claimant.contacts.send(remote, forge(true))
+        owner.progress.step()
+        assert exposed.assistance is None, name
+        assert two.step(partial(_are_released, exposed, active)), name
+        assert active.error is None
+        assert not victim.any(), name
+        assert not small.any(), name
+    exposed, active, true = begin()
+    claimant.contacts.send(remote, true)
+    assert two.step(partial(_are_released, exposed, active))
+    assert exposed.assistance is not None, "a true one is taken up"
+    assert torch.equal(victim[HALF:], two.source[HALF:])
+    assert two.works_still()
+
+
+def _are_released(*operations: PassiveOperation | ActiveOperation) -> bool:
+    return all(one.released for one in operations)
+
+
+def test_only_the_first_assist_of_a_claim_counts(two: Two) -> None:
+    exposed, active = two.begin_slowly()
+    remote = two.claimant.contacts.get(two.owner.name)
+    assert remote is not None
+    first = exposed.assistance
+    victim = torch.zeros(NBYTES, dtype=torch.uint8)
+    again = two.claimant.expose(WRITE, [tensor_memory(victim)])
+    body = again.offer().pack(key=None)
+    two.claimant.contacts.send(remote, wire.Assist(exposed.key, active.claim, 0, body))
+    two.let_go()
+    assert two.step(lambda: active.released and exposed.released)
+    assert exposed.assistance is first
+    assert not victim.any()
+    assert active.error is None
+    again.cancel()
+
+
+def dies_in_the_middle(rank: Rank, *, victim: int) -> None:
+    """Of two that move a half each, one is killed: the other learns of it, and is freed."""
+    assist.ASSIST_BYTES = 4096
+    transfer.LONG_PIECE_BYTES = transfer.PIECE_BYTES
+    store = rank.store()
+    store.set(f"pid {rank.rank}", str(os.getpid()))
+    tensor = torch.ones(256 << 20, dtype=torch.uint8)
+
+    def offer(key: str) -> Offer:
+        data = bytes.fromhex(store.get(key).decode())
+        return Offer.unpack(data, key=None, parse_metadata=connection.adapter.inspect)
+
+    with Connection.open("w", timeout=20) as connection:
+        operation: PassiveOperation | ActiveOperation
+        moving: object
+        if rank.rank == 0:
+            first = connection.expose(READ, [tensor_memory(torch.ones(1))])
+            store.set("first", first.offer().pack(key=None).hex())
+            first.wait()
+            exposed = operation = connection.expose(READ, [tensor_memory(tensor)])
+            exposed.add_done_callback(lambda: None)
+            store.set("offer", exposed.offer().pack(key=None).hex())
+            until = time.monotonic() + 10
+            assert connection.progress.wait_until(lambda: bool(exposed.assistance), until)
+            moving = exposed.assistance
+        else:
+            connection.claim(offer("first"), [tensor_memory(torch.zeros(1))]).wait()
+            moving = operation = connection.claim(offer("offer"), [tensor_memory(tensor)])
+        if rank.rank != victim:
+            until = time.monotonic() + 10
+            assert connection.progress.wait_until(lambda: moved(moving) > 0, until)
+            os.kill(int(store.get(f"pid {victim}")), signal.SIGKILL)
+            assert not operation.done
+        with pytest.raises(PeerLostError):
+            operation.wait(10)
+        assert operation.wait_released(5)
+        assert len(connection.operations) == 0
+
+
+@pytest.mark.parametrize("victim", [0, 1], ids=["owner", "claimant"])
+def test_a_death_while_both_move_is_noticed_and_frees_the_memory(
+    rank_pool: RankPool, victim: int
+) -> None:
+    with pytest.raises(RanksFailed) as failed:
+        rank_pool.run(
+            owner_dies if victim == 0 else claimant_dies, world_size=2, timeout=40, env=QUIET
+        )
+    assert set(failed.value.failures) == {victim}, str(failed.value)
+    assert "SIGKILL" in failed.value.failures[victim]
+
+
+def owner_dies(rank: Rank) -> None:
+    dies_in_the_middle(rank, victim=0)
+
+
+def claimant_dies(rank: Rank) -> None:
+    dies_in_the_middle(rank, victim=1)
