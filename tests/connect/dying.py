@@ -55,6 +55,8 @@ class Round:
         frees: Whether the survivor frees its memory once that is its own, rather than watch it.
         cancels: Whether the survivor cancels its operation meanwhile.
         transports: For ``UCX_TLS``; empty for UCX's own choice.
+        met: Whether the two have read before: then they know that they are on one host, and each
+            moves a half where it is much and UCX has the choice.
     """
 
     victim: str
@@ -66,6 +68,7 @@ class Round:
     frees: bool
     cancels: bool
     transports: str
+    met: bool
 
     @classmethod
     def draw(cls, rng: random.Random, transports: str) -> Round:
@@ -80,6 +83,7 @@ class Round:
             frees=rng.random() < 0.5,
             cancels=rng.random() < 0.25,
             transports=transports,
+            met=rng.random() < 0.5,
         )
 
 
@@ -197,6 +201,8 @@ def play(server: Server, one: Round) -> dict[str, Ended]:
     owner, active = server.start("owner", one), server.start("active", one)
     children = {"owner": owner, "active": active}
     victim = children[one.victim]
+    if one.met:
+        active.tell(owner.hear())
     told = owner.hear()
     active.hear()  # It is up.
     if one.moment == "before":

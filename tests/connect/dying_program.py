@@ -97,6 +97,8 @@ def _be(role: str, one: Round) -> None:
     passive.FOREIGN_SECONDS = FOREIGN_SECONDS
     connector = connect.Connector(role)
     connection = connector.connection()
+    if one.met:
+        _meet(role, connection)
     # Filled, so that every page is there.
     memory = torch.full((one.nbytes,), 1 if role == "owner" else 2, dtype=torch.uint8)
     operation: Any = None
@@ -145,6 +147,22 @@ def _be(role: str, one: Round) -> None:
             _say(f"{error}its memory was written to")
             return
     _say(error + ("went on" if _works(connection) else "moved wrong bytes"))
+
+
+def _meet(role: str, connection: Any) -> None:
+    """Have the active side read from the owner."""
+    import torch
+
+    from torch_nixl import connect
+
+    memory = connect.Descriptor(torch.zeros(1))
+    if role == "owner":
+        with connect.ReadableOperation(connection, memory) as exposed:
+            _say(exposed.metadata().model_dump_json())
+            exposed.wait(WAIT_SECONDS)
+    else:
+        told = connect.RdmaMetadata.model_validate_json(sys.stdin.readline())
+        connect.ReadOperation(connection, told, memory).wait(WAIT_SECONDS)
 
 
 def _reach(moment: str, operation: Any, seconds: float = WAIT_SECONDS) -> None:

@@ -29,8 +29,9 @@ def row(
     delay: float = 0.003,
     frees: bool = True,
     cancels: bool = False,
+    met: bool = False,
 ) -> Round:
-    return Round(victim, action, moment, reads, nbytes, delay, frees, cancels, transports)
+    return Round(victim, action, moment, reads, nbytes, delay, frees, cancels, transports, met)
 
 
 ROUNDS = [
@@ -46,6 +47,12 @@ ROUNDS = [
     row("owner", "raise", "middle", ""),
     row("active", "abort", "contact", "", nbytes=SMALL),
     row("active", "close", "after", "", nbytes=SMALL, delay=0.0),
+    # Both move a half.
+    row("owner", "kill", "middle", "", met=True),
+    row("active", "kill", "middle", "", reads=False, met=True),
+    row("owner", "stop", "middle", "", met=True),
+    row("active", "abort", "middle", "", met=True, frees=False),
+    row("owner", "exit", "contact", "", met=True, cancels=True),
 ]
 
 
@@ -64,7 +71,9 @@ def check(server: Server, one: Round) -> None:
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
-    "one", ROUNDS, ids=[f"{one.victim} {one.action} {one.moment}" for one in ROUNDS]
+    "one",
+    ROUNDS,
+    ids=[f"{one.victim} {one.action} {one.moment}{' met' * one.met}" for one in ROUNDS],
 )
 def test_the_other_goes_on(server: Server, one: Round) -> None:
     check(server, one)

@@ -39,8 +39,9 @@ if TYPE_CHECKING:
     from torch_nixl.engine.connection import Connection
     from torch_nixl.engine.remotes import Remote
 
-ASSIST_BYTES = 8 << 20
-"""Smallest claim whose owner is asked for help. To ask and to be told costs about 0.3 ms."""
+ASSIST_BYTES = 16 << 20
+"""Smallest claim whose owner is asked. On two cores 8 MiB take as long by one as by both, 16 MiB
+take 0.85 of the time by both, 64 MiB 0.65."""
 
 MAX_SPANS = 1024
 """Most memories of a claim whose owner is asked, and spans of them: all travel in the ASSIST."""
