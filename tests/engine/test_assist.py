@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import signal
 import threading
@@ -14,7 +16,7 @@ import pytest
 import torch
 
 from torch_nixl._testing.rank_worker import Rank
-from torch_nixl.engine import assist, transfer, wire
+from torch_nixl.engine import assist, assisting, transfer, wire
 from torch_nixl.engine.active import ActiveOperation
 from torch_nixl.engine.adapter import Adapter, Direction, MemoryKind
 from torch_nixl.engine.connection import Connection
@@ -22,7 +24,9 @@ from torch_nixl.engine.loopback import LoopbackFabric
 from torch_nixl.engine.memory import address_memory, tensor_memory
 from torch_nixl.engine.offer import Offer
 from torch_nixl.engine.passive import PassiveOperation
+from torch_nixl.engine.remotes import Remote
 from torch_nixl.errors import (
+    ClosedError,
     PeerLostError,
     TransferCancelled,
     TransferError,
@@ -79,7 +83,7 @@ def test_each_side_moves_a_half(
     ):
         meet(owner, claimant)
         exposed = owner.expose(direction, [tensor_memory(one) for one in exposed_tensors])
-        exposed.add_done_callback(lambda: None)
+        exposed.num_awaiting += 1
         active = claimant.claim(exposed.offer(), [tensor_memory(one) for one in claimed_tensors])
         active.wait()
         exposed.wait()
@@ -134,19 +138,22 @@ class Two:
 
     def begin(self, *, waits: bool = True) -> tuple[PassiveOperation, ActiveOperation]:
         exposed = self.owner.expose(READ, [tensor_memory(self.source)])
-        if waits:
-            exposed.add_done_callback(lambda: None)
+        exposed.num_awaiting += waits
         return exposed, self.claimant.claim(exposed.offer(), [tensor_memory(self.target)])
 
-    def step(self, condition: Callable[[], bool] = lambda: False, turns: int = 400) -> bool:
-        for _ in range(turns):
+    def step(self, condition: Callable[[], bool] = lambda: False, turns: int = 0) -> bool:
+        """Drive both until a condition holds, or for so many turns; return whether it does."""
+        until = time.monotonic() + 5
+        for turn in itertools.count():
             if condition():
                 return True
+            if turn >= turns > 0 or time.monotonic() > until:
+                return False
             for connection in (self.owner, self.claimant):
                 connection.progress.step()
                 connection.rounds.advance()
                 connection.rounds.tick(time.monotonic())
-        return condition()
+        raise AssertionError("counts for ever")
 
     def slow_owner(self) -> None:
         """Have what the owner posts crawl."""
@@ -185,6 +192,7 @@ def two() -> Iterator[Two]:
 
 def test_an_owner_for_whom_nobody_waits_declines(two: Two) -> None:
     exposed, active = two.begin(waits=False)
+    exposed.add_done_callback(lambda: None)  # As `publish` does, which waits for nothing.
     assert two.step(lambda: exposed.released and active.released)
     assert active.error is None
     assert exposed.assistance is None
@@ -209,7 +217,7 @@ def test_little_memory_device_memory_and_other_paths_are_moved_by_the_claimant(
         for one in (two.source, two.target)
     ]
     on_device = two.owner.expose(READ, [device[0]])
-    on_device.add_done_callback(lambda: None)
+    on_device.num_awaiting += 1
     last = two.claimant.claim(on_device.offer(), [device[1]])
     assert two.step(lambda: on_device.released and last.released)
     assert on_device.assistance is None
@@ -224,9 +232,10 @@ def test_an_owner_that_would_have_to_wait_for_other_operations_declines(two: Two
     remote.flight, remote.crowded = 1, True
     exposed, active = two.begin()
     assert two.step(lambda: exposed.released and active.released)
-    assert (active.error, exposed.assistance) == (None, None)
+    assert (active.error, active.moved_nbytes) == (None, NBYTES)
     assert torch.equal(two.source, two.target)
-    remote.flight -= 1
+    assert remote.flight == 1
+    remote.flight, remote.crowded = 0, False
     assert two.works_still()
 
 
@@ -273,7 +282,7 @@ def test_an_owner_that_cancels_is_heard_while_it_moves_its_half(two: Two) -> Non
     assert two.works_still()
 
 
-def test_a_refused_claim_takes_its_part_back(two: Two) -> None:
+def test_a_refused_claim_ends_with_its_part(two: Two) -> None:
     exposed, active = two.begin()
     assert two.step(lambda: exposed.released and active.released)
     offer = replace(exposed_offer(two), key=bytes(16))
@@ -283,6 +292,150 @@ def test_a_refused_claim_takes_its_part_back(two: Two) -> None:
     assert late.error is not None
     assert not two.target.any()
     assert len(two.claimant.operations) == 0
+
+
+def test_a_part_is_never_withdrawn_before_it_was_asked_for(
+    two: Two, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread closes the connection between CLAIM and ASSIST."""
+    send = two.claimant.contacts.send
+
+    def closing_send(remote: Remote, frame: wire.Frame) -> None:
+        if isinstance(frame, wire.Assist):
+            for operation in two.claimant.operations.all():
+                operation.shut(ClosedError("closing"))
+        send(remote, frame)
+
+    monkeypatch.setattr(two.claimant.contacts, "send", closing_send)
+    two.slow_owner()
+    exposed, active = two.begin()
+    assert isinstance(active.error, ClosedError)
+    two.step(lambda: active.released, turns=50)
+    assert not (active.released and in_flight(exposed))
+    two.let_go()
+    assert two.step(lambda: active.released and exposed.released)
+    monkeypatch.undo()
+    assert two.works_still()
+
+
+def test_an_owner_that_was_given_up_and_lives_can_be_claimed_from_again(two: Two) -> None:
+    exposed, active = two.begin_slowly()
+    owner = two.claimant.contacts.get(two.owner.name)
+    assert owner is not None
+    two.claimant.contacts.lose(owner, PeerLostError("given up"))
+    assert isinstance(active.error, PeerLostError)
+    assert not two.step(lambda: active.released, turns=20)
+    assert owner.flight == 0, "nothing of this side's own is under way"
+    two.let_go()
+    assert two.step(lambda: active.released and exposed.released)
+    assert isinstance(exposed.error, PeerLostError)
+    assert two.works_still()
+
+
+def test_an_owner_whose_answer_came_while_it_was_given_up_is_asked_again(two: Two) -> None:
+    two.fabric.delay(64, initiator="claimant")
+    exposed, active = two.begin()
+    assert two.step(lambda: active.in_flight > 0)
+    owner = two.claimant.contacts.get(two.owner.name)
+    assert owner is not None
+    two.claimant.contacts.lose(owner, PeerLostError("given up"))
+    # The owner's part ends well, and says so to one that does not listen.
+    assert two.step(lambda: exposed.assistance is not None and exposed.assistance.released)
+    two.step(turns=20)
+    assert not active.released
+    two.fabric.delay(None, initiator="claimant")
+    assert two.step(lambda: active.released and exposed.released)
+    assert two.works_still()
+
+
+def test_a_claimant_that_was_given_up_and_lives_learns_of_it(two: Two) -> None:
+    exposed, active = two.begin_slowly()
+    claimant = two.owner.contacts.get(two.claimant.name)
+    assert claimant is not None
+    two.owner.contacts.lose(claimant, PeerLostError("given up"))
+    assert isinstance(exposed.error, PeerLostError)
+    two.step(turns=20)
+    assert not active.released
+    two.let_go()
+    assert two.step(lambda: active.released and exposed.released)
+    assert isinstance(active.error, PeerLostError)
+    assert two.works_still()
+
+
+def test_other_peers_hear_farewells_though_an_owner_does_not_end(two: Two) -> None:
+    with Connection(two.fabric.adapter("third"), timeout=20) as third:
+        meet(third, two.claimant)
+        remote = third.contacts.get(two.claimant.name)
+        assert remote is not None
+        exposed, active = two.begin_slowly()
+        two.fabric.stop("owner")
+        two.claimant.close(0.2)
+        assert third.progress.wait_until(lambda: remote.closed, time.monotonic() + 5)
+        two.fabric.resume("owner")
+        assert exposed.error is None
+        assert active.error is not None
+
+
+@pytest.mark.parametrize("step", ["constructing", "entering", "waking"])
+def test_an_interrupt_at_any_step_leaves_one_answer(
+    two: Two, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    """Ctrl-C in the thread that takes the ASSIST in: nobody moves what another one moves, too."""
+
+    def interrupt(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    exposed, active = two.begin()
+    with monkeypatch.context() as patch:
+        if step == "constructing":
+            patch.setattr(assisting, "borrow", interrupt)
+        elif step == "entering":
+            patch.setattr(two.owner.operations, "add", interrupt)
+        else:
+            patch.setattr(PassiveOperation, "ring", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            two.step()
+    assert two.step(lambda: exposed.released and active.released)
+    part = exposed.assistance
+    whole = active.moved_nbytes + (0 if part is None else moved(part))
+    assert (active.error, exposed.error, whole) == (None, None, NBYTES)
+    assert torch.equal(two.source, two.target)
+    assert two.works_still()
+
+
+def test_a_waiting_thread_among_others_moves_its_half_at_once() -> None:
+    """It is not the one that polls, and sleeps long if nobody wakes it."""
+    fabric = LoopbackFabric()
+    with (
+        Connection(fabric.adapter("owner"), timeout=20) as owner,
+        Connection(fabric.adapter("claimant"), timeout=20) as claimant,
+    ):
+        meet(owner, claimant)
+        others = [owner.expose(READ, [tensor_memory(torch.ones(1))]) for _ in range(3)]
+        exposures = [owner.expose(READ, [tensor_memory(filled(NBYTES, 1))]) for _ in range(7)]
+        threads = [threading.Thread(target=_wait, args=(one,)) for one in (*others, *exposures)]
+        for thread in threads:
+            thread.start()
+        took = []
+        for exposed in exposures:
+            while not exposed.waited_for:
+                time.sleep(0.001)
+            time.sleep(0.05)  # All of them sleep by then.
+            started = time.monotonic()
+            target = torch.zeros(NBYTES, dtype=torch.uint8)
+            claimant.claim(exposed.offer(), [tensor_memory(target)]).wait()
+            took.append(time.monotonic() - started)
+            assert exposed.assistance is not None
+        for one in others:
+            one.cancel()
+        for thread in threads:
+            thread.join()
+    assert sorted(took)[3] < 0.03
+
+
+def _wait(operation: PassiveOperation) -> None:
+    with contextlib.suppress(TransferCancelled):
+        operation.wait()
 
 
 def exposed_offer(two: Two) -> Offer:
@@ -406,7 +559,7 @@ def dies_in_the_middle(rank: Rank, *, victim: int) -> None:
             store.set("first", first.offer().pack(key=None).hex())
             first.wait()
             exposed = operation = connection.expose(READ, [tensor_memory(tensor)])
-            exposed.add_done_callback(lambda: None)
+            exposed.num_awaiting += 1
             store.set("offer", exposed.offer().pack(key=None).hex())
             until = time.monotonic() + 10
             assert connection.progress.wait_until(lambda: bool(exposed.assistance), until)

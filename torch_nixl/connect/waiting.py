@@ -72,9 +72,11 @@ class Awaiter:
         if operation.done:
             self._settle(future)
         timer = loop.call_later(timeout, operation.expire) if timeout is not None else None
+        operation.num_awaiting += 1
         try:
             await future
         finally:
+            operation.num_awaiting -= 1
             if timer is not None:
                 timer.cancel()
             with self._lock:

@@ -30,7 +30,9 @@ if TYPE_CHECKING:
     from torch_nixl.engine.connection import Connection
 
 
-class _Phase(enum.Enum):
+class Phase(enum.Enum):
+    """How far a claim has come."""
+
     LEARNING = enum.auto()  # the library is still to be told of the remote's regions
     CLAIMING = enum.auto()  # CLAIM is out
     MOVING = enum.auto()  # granted
@@ -72,7 +74,7 @@ class ActiveOperation(TransferOperation):
         self._infos: list[BlobInfo] | None = [
             connection.adapter.inspect(blob) for blob in offer.metadata
         ]
-        self._phase = _Phase.LEARNING
+        self._phase = Phase.LEARNING
         self._part: AssistedPart | None = None
         self.claim = claim
         self.order: StreamOrder | None = None
@@ -83,23 +85,25 @@ class ActiveOperation(TransferOperation):
         return self._offer.key
 
     def on_granted(self) -> None:
-        if self._phase is _Phase.CLAIMING:
-            self._phase = _Phase.MOVING
+        if self._phase is Phase.CLAIMING:
+            self._phase = Phase.MOVING
             self.ring()
             self._connection.progress.kick()
 
     def on_refused(self, frame: wire.Refuse) -> None:
-        if self._phase is _Phase.CLAIMING:
+        if self._phase is Phase.CLAIMING:
             self._stop(refusal(str(self), frame))
 
     def on_revoked(self, frame: wire.Revoke) -> None:
         if frame.reason is wire.Reason.CLOSED:
             self._stop(PeerLostError(f"{self}: its owner is closing: {frame.text}"))
+        elif frame.reason is wire.Reason.FAILED:
+            self._stop(PeerLostError(f"{self}: its owner had given up: {frame.text}"))
         else:
             self._stop(TransferCancelled(f"{self}: withdrawn by its owner: {frame.text}"))
 
     def expire(self) -> None:
-        if self._phase is _Phase.MOVING:
+        if self._phase is Phase.MOVING:
             super().expire()
         else:
             self._stop(self._timeout_error("before its owner granted it"))
@@ -108,17 +112,18 @@ class ActiveOperation(TransferOperation):
         if self._part is not None and self._pieces is None and not self._flight:
             # Our half is final, or will not move.
             if not self._has_part_ended():
+                self._leave_to_part()
                 return False
             if self._pieces is None:
                 self._settle()
                 return True
-        if self._phase is _Phase.MOVING:
+        if self._phase is Phase.MOVING:
             return super()._advance()
         if self._done:
             self._pieces = None
             self._settle()
             return True
-        if self._phase is _Phase.CLAIMING:
+        if self._phase is Phase.CLAIMING:
             # While the answer is under way there is time. Nothing moves before it is here.
             try:
                 self._prepare_next()
@@ -139,9 +144,9 @@ class ActiveOperation(TransferOperation):
             self._break(error)
             return True
         if self.remote.contact is Contact.FOREIGN:
-            self._phase = _Phase.MOVING
+            self._phase = Phase.MOVING
             return True
-        self._phase = _Phase.CLAIMING
+        self._phase = Phase.CLAIMING
         self._connection.contacts.send(
             self.remote,
             wire.Claim(
@@ -165,21 +170,6 @@ class ActiveOperation(TransferOperation):
         self.counted = True
         return True
 
-    def begin(self) -> bool:
-        """Start as one that was granted beforehand, before it is in the connection's tables.
-
-        Returns:
-            False if it would have to wait for other operations first: nothing has begun.
-
-        Raises:
-            MetadataError: The library refused the metadata.
-            PeerLostError: The remote is lost.
-        """
-        if not self._learn():
-            return False
-        self._phase = _Phase.MOVING
-        return True
-
     def _ask_for_assistance(self, remote: Remote) -> None:
         """Have the owner move the second half: see [Note: assistance]."""
         operations = self._connection.operations
@@ -190,13 +180,14 @@ class ActiveOperation(TransferOperation):
             return
         self._part = part
         self._pieces = self._plan(stop=start)
+        operations.busy[part] = None
         try:
             operations.add(part)
         except ClosedError as error:
             part.abort(error)
             return
-        operations.busy[part] = None
         assist = wire.Assist(self._offer.key, self.claim, start, packed)
+        part.asked = True
         self._connection.contacts.send(remote, assist)
 
     def _plan(self, start: int = 0, stop: int | None = None) -> Iterator[Piece]:
@@ -208,7 +199,7 @@ class ActiveOperation(TransferOperation):
         part = self._part
         assert part is not None
         if self._done and not part.done:
-            if part.started_at:
+            if part.asked:
                 part.cancel()
             else:  # Interrupted before the owner was asked.
                 part.abort(TransferCancelled(f"{part}: was never begun"))
@@ -221,12 +212,19 @@ class ActiveOperation(TransferOperation):
             self._pieces = self._plan(start=part.start)
         return True
 
+    def _leave_to_part(self) -> None:
+        """Where this has failed: hold nothing but the memory until the owner has ended, too.
+
+        That may last, if it was given up and lives, and is no transfer of this side's: its loss is
+        complete, and contact can be made anew.
+        """
+        if self._done:
+            self._release_spent()
+            self._connection.operations.uncount(self)
+
     def _settle(self) -> None:
         if self._part is not None and not self._has_part_ended():
-            if self._done:
-                # The owner's part may last, if it is lost and lives: that is no transfer of ours.
-                self._release_spent()
-                self._connection.operations.uncount(self)
+            self._leave_to_part()
             return
         if self._pieces is not None:
             return  # What was declined.
@@ -242,9 +240,9 @@ class ActiveOperation(TransferOperation):
     def _tell_owner(self) -> None:
         """Say how it ended: from now on this side touches the owner's memory no more."""
         assert self.remote is not None
-        if self._phase is _Phase.LEARNING or self.remote.lost_error is not None:
+        if self._phase is Phase.LEARNING or self.remote.lost_error is not None:
             return  # A lost remote is no longer known to be a foreign one, either.
-        outcome, text = _outcome(self._error)
+        outcome, text = outcome_of(self._error)
         if self.remote.contact is not Contact.FOREIGN:
             self._connection.contacts.send(
                 self.remote, wire.Done(self._offer.key, self.claim, outcome, text)
@@ -276,7 +274,8 @@ def refusal(what: str, frame: wire.Refuse) -> TorchNixlError:
             return TransferError(f"{what}: refused ({frame.reason.name.lower()}): {frame.text}")
 
 
-def _outcome(error: BaseException | None) -> tuple[wire.Outcome, str]:
+def outcome_of(error: BaseException | None) -> tuple[wire.Outcome, str]:
+    """How an operation's end is told to the other side."""
     match error:
         case None:
             return wire.Outcome.COMPLETE, ""

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from torch_nixl.engine.active import ActiveOperation
     from torch_nixl.engine.connection import Connection
     from torch_nixl.engine.remotes import Remote
+    from torch_nixl.errors import ClosedError
 
 ASSIST_BYTES = 16 << 20
 """Smallest claim whose owner is asked. On two cores 8 MiB take as long by one as by both, 16 MiB
@@ -56,10 +57,11 @@ class AssistedPart(PassiveOperation):
 
     Attributes:
         start: The first byte that the owner moves.
+        asked: Whether it was asked to, or is about to be.
         declined: The owner has moved nothing.
     """
 
-    __slots__ = ("_whole", "declined", "start")
+    __slots__ = ("_whole", "asked", "declined", "start")
 
     def __init__(
         self,
@@ -74,6 +76,7 @@ class AssistedPart(PassiveOperation):
         self.remote = remote
         self.grant.claim(Claimant(remote.name, whole.claim))
         self.start = start
+        self.asked = False
         self.declined = False
         self._whole = whole
 
@@ -101,6 +104,9 @@ class AssistedPart(PassiveOperation):
             self.declined = True
             frame = replace(frame, outcome=wire.Outcome.COMPLETE)
         super().on_done(remote, frame)
+
+    def shut(self, error: ClosedError) -> None:
+        """Leave that to the whole: a REVOKE from another thread might precede the ASSIST."""
 
     def _count_end(self, error: BaseException | None) -> None:
         """It is counted with the whole."""

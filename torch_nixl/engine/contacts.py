@@ -126,6 +126,9 @@ class Contacts:
             )
         if len(self._remotes) >= MAX_REMOTES and sender not in self._remotes:
             raise MetadataError(f"HELLO from one agent too many: {MAX_REMOTES} are known")
+        for exposed in list(self._connection.operations.busy):
+            if exposed.remote is not None and exposed.remote.name == sender:
+                exposed.on_forgotten()
         answer = wire.HelloAck(frame.nonce, secrets.token_bytes(16), self.identity)
         # Twice, if need be: the peer may have made its connection anew, and only our first answer
         # shows that the old one broke.

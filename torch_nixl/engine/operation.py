@@ -69,6 +69,8 @@ class Operation:
         name: What it is, for messages.
         remote: The other side; None while nobody has taken up what is offered.
         deadline: `time.monotonic()` at which the operation times out; None for never.
+        attended: Number of threads that wait, and move bytes meanwhile.
+        num_awaiting: Number of tasks that wait.
         started_at: `time.monotonic()` at which it entered the connection's tables.
     """
 
@@ -84,6 +86,7 @@ class Operation:
         "attended",
         "deadline",
         "name",
+        "num_awaiting",
         "remote",
         "started_at",
     )
@@ -103,6 +106,7 @@ class Operation:
         self._waiters: list[Alarm] = []
         self._callbacks: list[Callable[[], None]] = []
         self.attended = 0
+        self.num_awaiting = 0
         self.deadline = deadline
         self.name = name
         self.remote: Remote | None = None
@@ -126,7 +130,7 @@ class Operation:
     @property
     def waited_for(self) -> bool:
         """Whether a thread or a task waits for the end."""
-        return bool(self.attended or self._waiters or self._callbacks)
+        return bool(self.attended or self.num_awaiting or self._waiters)
 
     @property
     def in_flight(self) -> int:
@@ -243,6 +247,9 @@ class Operation:
     def on_fork(self, error: BaseException) -> None:
         """End in a forked child, where nothing of the library may be touched, memory included."""
         self._finish(error)
+
+    def on_forgotten(self) -> None:
+        """Take note that the remote had lost this process, and has made contact anew."""
 
     @abstractmethod
     def on_lost(self, error: BaseException) -> None:

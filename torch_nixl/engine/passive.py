@@ -17,6 +17,7 @@ from torch_nixl.engine.streams import StreamOrder
 from torch_nixl.errors import (
     ClosedError,
     LeaseExpired,
+    PeerLostError,
     TransferCancelled,
     TransferError,
     TransferTimeout,
@@ -91,6 +92,10 @@ class PassiveOperation(Operation):
             ),
             metadata=self._connection.metadata(memories),
         )
+
+    @property
+    def in_flight(self) -> int:
+        return 0 if self.assistance is None else self.assistance.in_flight
 
     @property
     def quarantined(self) -> bool:
@@ -205,11 +210,41 @@ class PassiveOperation(Operation):
             return
         if not self.grant.released:
             remote = self.remote
-            if remote is None or not self._connection.liveness.has_let_go(remote):
+            if remote is None:
+                return
+            if not self._connection.liveness.has_let_go(remote):
+                self._ask_again(remote)
                 return
             with self._connection.lock:
                 if not self.grant.released:
                     self.grant.lost()
+        self._let_go()
+
+    def _ask_again(self, lost: Remote) -> None:
+        """Ask a peer that was lost and found again to stop: its answer may have come in between."""
+        remote = self._connection.contacts.get(lost.name)
+        claimant = self.grant.claimant
+        if remote is None or remote is lost or claimant is None:
+            return
+        self.remote = remote
+        reason = self.grant.reason or wire.Reason.FAILED
+        self._connection.contacts.send(
+            remote, wire.Revoke(self.key, claimant.claim, reason, str(self._error))
+        )
+
+    def on_forgotten(self) -> None:
+        """The peer has made contact anew: what it did under the grant has ended. In the driver.
+
+        It had given this process up, and makes contact again only once nothing of its own to it is
+        under way.
+        """
+        with self._connection.lock:
+            if self.grant.state not in (GrantState.GRANTED, GrantState.REVOKING):
+                return
+            self.grant.lost()
+            name = "" if self.remote is None else self.remote.name
+        why = "the peer had lost contact with this process, and gave up"
+        self._finish(PeerLostError(f"{self}: {why}", remote=name))
         self._let_go()
 
     def _let_go(self) -> None:
@@ -228,8 +263,10 @@ class PassiveOperation(Operation):
             self._connection.operations.busy[self] = None
             self._quarantined_until = time.monotonic() + FOREIGN_SECONDS
         elif released:
-            self._release()
+            self._let_go()
         elif claimant is not None and self.remote is not None:
             self._connection.contacts.send(
                 self.remote, wire.Revoke(self.key, claimant.claim, reason, str(error))
             )
+            if self.assistance is not None:
+                self.assistance.cancel()

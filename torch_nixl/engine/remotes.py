@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from torch_nixl.engine.adapter import MemoryKind
@@ -147,6 +147,10 @@ class Remote:
                 return False
         return True
 
+    def has_room_for(self, infos: Iterable[BlobInfo]) -> bool:
+        """Whether all blobs' regions are known or can be learned, without waiting for anything."""
+        return not self.crowded and all(self.knows(one) or self.has_room(one) for one in infos)
+
     def learn(self, info: BlobInfo) -> None:
         """Note that the library was given a blob."""
         if info.connections:
@@ -171,7 +175,7 @@ class Remote:
 
     def some_address(self) -> int:
         """Where some host memory of it lies, or lay; 0 if none is known."""
-        for (kind, _), regions in self._known.items():
+        for (kind, _), regions in list(self._known.items()):  # Other threads learn.
             if kind is MemoryKind.DRAM:
                 return regions[0][0]
         return 0
