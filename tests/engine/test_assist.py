@@ -36,7 +36,7 @@ from torch_nixl.testing import RankPool, RanksFailed
 
 READ, WRITE = Direction.READ, Direction.WRITE
 NBYTES = 1 << 20
-HALF = NBYTES // 2
+HALF = assist.middle(NBYTES)
 QUIET = {"NIXL_LOG_LEVEL": "FATAL", "UCX_LOG_LEVEL": "fatal"}
 
 

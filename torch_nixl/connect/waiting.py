@@ -9,6 +9,7 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from torch_nixl.engine.operation import deadline_after
+from torch_nixl.engine.transfer import LONG_PIECE_BYTES
 
 if TYPE_CHECKING:
     from torch_nixl.connect.connection import Connection
@@ -56,8 +57,15 @@ class Awaiter:
     def _spin(self, timeout: float | None) -> bool:
         """Poll for a moment; return whether the operation has ended."""
         seconds = SPIN_SECONDS if timeout is None else min(SPIN_SECONDS, timeout)
-        progress = self._connection.engine.progress
-        return progress.wait(self._operation, time.monotonic() + seconds)
+        progress, operation = self._connection.engine.progress, self._operation
+        started = time.monotonic()
+        if progress.wait(operation, started + seconds):
+            return True
+        now = time.monotonic()
+        if now - started < 2 * seconds or operation.nbytes > 2 * LONG_PIECE_BYTES:
+            return False
+        # The time went into a copy, and the end is near.
+        return progress.wait(operation, now + seconds)
 
     async def _sleep(self, timeout: float | None) -> None:
         operation = self._operation

@@ -47,6 +47,9 @@ take 0.85 of the time by both, 64 MiB 0.65."""
 MAX_SPANS = 1024
 """Most memories of a claim whose owner is asked, and spans of them: all travel in the ASSIST."""
 
+LEAD_BYTES = 2 << 20
+"""How much more than a half the claimant moves, which begins earlier by what the ASSIST takes."""
+
 PAGE_BYTES = 4096
 
 OPPOSITE = {Direction.READ: Direction.WRITE, Direction.WRITE: Direction.READ}
@@ -137,4 +140,4 @@ def may_assist(
 
 def middle(nbytes: int) -> int:
     """Where the owner's part of so many bytes begins."""
-    return nbytes // 2 & -PAGE_BYTES
+    return (nbytes // 2 + min(LEAD_BYTES, nbytes // 8)) & -PAGE_BYTES
