@@ -29,7 +29,7 @@ from torch_nixl.bench.report import OURS, Report
 from torch_nixl.bench.session import Case, Contestant, Session
 
 SMALL, MIDDLE, LARGE = 4096, 1 << 20, 64 << 20
-# What the issue asks of ours, in milliseconds; 64 MiB is compared with dynamo's alone.
+# What the issue asks of ours, in milliseconds; 64 MiB is compared with the rivals'.
 MILLISECONDS = {SMALL: 0.3, MIDDLE: 0.5}
 SOAK_OPERATIONS = 100_000
 SOAK_STEPS = 5
@@ -50,11 +50,15 @@ def side_by_side(dynamo: str) -> Rows:
 
 
 def limits(report: Report) -> dict[tuple[str, int, str], float]:
-    """Times are to be no longer than dynamo's, bandwidth at 64 MiB half as much again."""
-    return {
+    """Times are to be no longer than dynamo's; bandwidth at 64 MiB as the issue asks."""
+    found = {
         (one.what, one.nbytes, DYNAMO): 1.5 if one.nbytes == LARGE else 1.0
         for one in report.measurements
     }
+    for one in report.measurements:
+        if one.nbytes == LARGE:
+            found[one.what, one.nbytes, RAW] = 0.9
+    return found
 
 
 class Ours:

@@ -157,7 +157,7 @@ class Two:
 
     def slow_owner(self) -> None:
         """Have what the owner posts crawl."""
-        self.fabric.delay(64, initiator="owner")
+        self.fabric.delay(8, initiator="owner")
 
     def let_go(self) -> None:
         self.fabric.delay(None, initiator="owner")
@@ -200,9 +200,43 @@ def test_an_owner_for_whom_nobody_waits_declines(two: Two) -> None:
     assert torch.equal(two.source, two.target)
 
 
+@pytest.mark.parametrize("cancels", [False, True])
+def test_an_owner_keeps_its_memory_while_it_moves_it_whatever_the_claimant_says(
+    two: Two, cancels: bool
+) -> None:
+    exposed, active = two.begin_slowly()
+    remote = two.claimant.contacts.get(two.owner.name)
+    assert remote is not None
+    if cancels:  # In another thread, while the lie is taken in.
+        assert exposed.grant.claimant is not None
+        exposed.grant.done(exposed.grant.claimant)
+        exposed.cancel()
+    else:
+        lie = wire.Done(exposed.key, active.claim, wire.Outcome.COMPLETE, "")
+        two.claimant.contacts.send(remote, lie)
+    assert two.step(lambda: exposed.done)
+    two.step(turns=20)
+    held = exposed.memories
+    assert held
+    two.let_go()
+    while in_flight(exposed):
+        two.owner.rounds.advance()
+    assert not exposed.memories, "given back at once, not at the next tick"
+    assert two.step(lambda: active.released)
+    assert two.works_still()
+
+
 def test_little_memory_device_memory_and_other_paths_are_moved_by_the_claimant(
     two: Two, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    sent: list[wire.Frame] = []
+    send = two.claimant.contacts.send
+
+    def noting_send(remote: Remote, frame: wire.Frame) -> None:
+        sent.append(frame)
+        send(remote, frame)
+
+    monkeypatch.setattr(two.claimant.contacts, "send", noting_send)
     monkeypatch.setattr(assist, "ASSIST_BYTES", NBYTES + 1)
     exposed, active = two.begin()
     assert two.step(lambda: exposed.released and active.released)
@@ -211,6 +245,8 @@ def test_little_memory_device_memory_and_other_paths_are_moved_by_the_claimant(
     other, also = two.begin()
     assert two.step(lambda: other.released and also.released)
     monkeypatch.undo()
+    monkeypatch.setattr(assist, "ASSIST_BYTES", NBYTES)
+    monkeypatch.setattr(two.claimant.contacts, "send", noting_send)
     assert exposed.assistance is other.assistance is None
     device = [
         address_memory(one.data_ptr(), NBYTES, kind=MemoryKind.VRAM, owner=one)
@@ -221,21 +257,31 @@ def test_little_memory_device_memory_and_other_paths_are_moved_by_the_claimant(
     last = two.claimant.claim(on_device.offer(), [device[1]])
     assert two.step(lambda: on_device.released and last.released)
     assert on_device.assistance is None
+    assert not any(isinstance(frame, wire.Assist) for frame in sent)
+    assert any(isinstance(frame, wire.Claim) for frame in sent)
     for one in (active, also, last):
         assert one.error is None
         assert one.moved_nbytes == NBYTES
 
 
-def test_an_owner_that_would_have_to_wait_for_other_operations_declines(two: Two) -> None:
+def test_an_owner_that_would_have_to_wait_for_other_operations_declines(
+    two: Two, monkeypatch: pytest.MonkeyPatch
+) -> None:
     remote = two.owner.contacts.get(two.claimant.name)
     assert remote is not None
-    remote.flight, remote.crowded = 1, True
-    exposed, active = two.begin()
+    remote.flight = 1
+    with monkeypatch.context() as patch:
+        patch.setattr(Remote, "knows", lambda remote, info: False)
+        patch.setattr(Remote, "has_room", lambda remote, info: False)
+        exposed, active = two.begin()
+        two.step(lambda: exposed.assistance is not None)
+        two.step(turns=3)
+    assert not remote.crowded, "nobody waits for room"
     assert two.step(lambda: exposed.released and active.released)
     assert (active.error, active.moved_nbytes) == (None, NBYTES)
     assert torch.equal(two.source, two.target)
     assert remote.flight == 1
-    remote.flight, remote.crowded = 0, False
+    remote.flight = 0
     assert two.works_still()
 
 
@@ -249,7 +295,10 @@ def test_an_owner_that_fails_at_its_half_fails_both(two: Two) -> None:
     assert two.works_still()
 
 
-def test_memory_stays_owned_until_the_owner_has_ended_after_a_cancel(two: Two) -> None:
+def test_memory_stays_owned_until_the_owner_has_ended_after_a_cancel(
+    two: Two, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer, "LONG_PIECE_BYTES", 4096)
     exposed, active = two.begin_slowly()
     active.cancel()
     assert isinstance(active.error, TransferCancelled)
@@ -257,6 +306,7 @@ def test_memory_stays_owned_until_the_owner_has_ended_after_a_cancel(two: Two) -
     assert active.memories
     two.let_go()
     assert two.step(lambda: active.released and exposed.released)
+    assert moved(exposed.assistance) <= 4096 * transfer.WINDOW, "only what was under way"
     assert isinstance(exposed.error, TransferCancelled)
     assert two.works_still()
 
@@ -275,6 +325,8 @@ def test_time_is_up_while_the_owner_moves_its_half(two: Two) -> None:
 def test_an_owner_that_cancels_is_heard_while_it_moves_its_half(two: Two) -> None:
     exposed, active = two.begin_slowly()
     exposed.cancel()
+    assert exposed.assistance is not None
+    assert exposed.assistance.done, "without a word of the claimant, which may be stopped"
     assert not two.step(lambda: exposed.released, turns=20), "its own half still moves"
     assert isinstance(active.error, TransferCancelled)
     two.let_go()
@@ -311,7 +363,8 @@ def test_a_part_is_never_withdrawn_before_it_was_asked_for(
     exposed, active = two.begin()
     assert isinstance(active.error, ClosedError)
     two.step(lambda: active.released, turns=50)
-    assert not (active.released and in_flight(exposed))
+    part = exposed.assistance
+    assert not active.released or part is None or part.released
     two.let_go()
     assert two.step(lambda: active.released and exposed.released)
     monkeypatch.undo()
