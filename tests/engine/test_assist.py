@@ -315,6 +315,7 @@ def test_time_is_up_while_the_owner_moves_its_half(two: Two) -> None:
     exposed, active = two.begin_slowly()
     active.expire()
     assert isinstance(active.error, TransferTimeout)
+    assert "second half" in str(active.error)
     assert not two.step(lambda: active.released, turns=20)
     two.let_go()
     assert two.step(lambda: active.released and exposed.released)

@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry
 from torch_nixl import metrics
 from torch_nixl.cli.app import app
 from torch_nixl.cli.doctor import DEFAULT_PORT
+from torch_nixl.engine.assist import ASSIST_BYTES
 from torch_nixl.engine.connection import DEFAULT_TIMEOUT
 from torch_nixl.engine.nixl_environment import TUNED_ENVIRONMENT
 from torch_nixl.engine.progress import HOT_SECONDS
@@ -107,6 +108,9 @@ def test_figures_are_those_of_the_code() -> None:
     assert (EAGER_NBYTES, SPLIT_NBYTES, PACK_SPAN_NBYTES) == (64 << 10, 1 << 20, 16 << 10)
     for text in ("Up to 64 KiB a message travels in its frame; from 1 MiB on both", "from 16 KiB"):
         assert text in tuning
+    assert ASSIST_BYTES == 16 << 20
+    for page in ("docs/architecture.md", "docs/connect.md", "CHANGELOG.md"):
+        assert "from 16 MiB on" in (ROOT / page).read_text(), page
     assert "| up to 64 KiB | in the frame" in TEXTS["docs/p2p.md"]
     assert DEFAULT_TIMEOUT == 300
     assert "| `timeout=` | 300 s |" in tuning

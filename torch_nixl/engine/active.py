@@ -84,6 +84,11 @@ class ActiveOperation(TransferOperation):
         """The offer's."""
         return self._offer.key
 
+    @property
+    def _waits_for_part(self) -> bool:
+        """Whether our half is final, or will not move, and the owner's part has not ended."""
+        return self._part is not None and self._pieces is None and not self._flight
+
     def on_granted(self) -> None:
         if self._phase is Phase.CLAIMING:
             self._phase = Phase.MOVING
@@ -103,14 +108,15 @@ class ActiveOperation(TransferOperation):
             self._stop(TransferCancelled(f"{self}: withdrawn by its owner: {frame.text}"))
 
     def expire(self) -> None:
-        if self._phase is Phase.MOVING:
-            super().expire()
-        else:
+        if self._phase is not Phase.MOVING:
             self._stop(self._timeout_error("before its owner granted it"))
+        elif self._waits_for_part:
+            self._stop(self._timeout_error("before its owner had moved the second half"))
+        else:
+            super().expire()
 
     def _advance(self) -> bool:
-        if self._part is not None and self._pieces is None and not self._flight:
-            # Our half is final, or will not move.
+        if self._waits_for_part:
             if not self._has_part_ended():
                 self._leave_to_part()
                 return False
