@@ -111,6 +111,8 @@ class Server:
         # NIXL's and UCX's levels are their own defaults: what a user would see is what counts.
         quiet = ("NIXL_LOG_LEVEL", "UCX_LOG_LEVEL", "UCX_TLS")
         environment = {name: value for name, value in os.environ.items() if name not in quiet}
+        # TCP on one host is slow, as it says.
+        environment["TORCH_NIXL_PERFORMANCE_WARNINGS"] = "0"
         environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
         self._process = subprocess.Popen(
             [sys.executable, "-W", "error", str(_PROGRAM), str(theirs.fileno())],

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
+from engine.assisted import NBYTES, START, Two, filled, in_flight, meet
 
 from torch_nixl._testing.rank_worker import Rank
-from torch_nixl.engine import assist, assisting, transfer, wire
+from torch_nixl.engine import assist, assisting, remotes, transfer, wire
 from torch_nixl.engine.active import ActiveOperation
 from torch_nixl.engine.adapter import Adapter, Direction, MemoryKind
 from torch_nixl.engine.connection import Connection
@@ -35,22 +35,12 @@ from torch_nixl.errors import (
 from torch_nixl.testing import RankPool, RanksFailed
 
 READ, WRITE = Direction.READ, Direction.WRITE
-NBYTES = 1 << 20
-HALF = assist.middle(NBYTES)
 QUIET = {"NIXL_LOG_LEVEL": "FATAL", "UCX_LOG_LEVEL": "fatal"}
 
 
 @pytest.fixture(autouse=True)
 def any_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(assist, "ASSIST_BYTES", 4096)
-
-
-def filled(count: int, seed: int) -> torch.Tensor:
-    return torch.randint(0, 256, (count,), dtype=torch.uint8, generator=_seeded(seed))
-
-
-def _seeded(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def several(seed: int) -> list[torch.Tensor]:
@@ -112,74 +102,6 @@ def exposed_nbytes(tensors: list[torch.Tensor]) -> int:
 def moved(operation: object) -> int:
     assert isinstance(operation, ActiveOperation)
     return operation.moved_nbytes
-
-
-def meet(owner: Connection, claimant: Connection) -> None:
-    """Until the two have spoken, neither knows whether they are on one host."""
-    first = owner.expose(READ, [tensor_memory(torch.ones(1))])
-    claimant.claim(first.offer(), [tensor_memory(torch.zeros(1))]).wait(10)
-    first.wait(10)
-
-
-@dataclass
-class Two:
-    """An owner and a claimant whom only this thread drives."""
-
-    fabric: LoopbackFabric = field(default_factory=LoopbackFabric)
-
-    def __post_init__(self) -> None:
-        self.agent = self.fabric.adapter("owner")
-        self.owner = Connection(self.agent, timeout=20)
-        self.claimant = Connection(self.fabric.adapter("claimant"), timeout=20)
-        meet(self.owner, self.claimant)
-        self.owner.progress.stop()
-        self.claimant.progress.stop()
-        self.source, self.target = filled(NBYTES, 1), torch.zeros(NBYTES, dtype=torch.uint8)
-
-    def begin(self, *, waits: bool = True) -> tuple[PassiveOperation, ActiveOperation]:
-        exposed = self.owner.expose(READ, [tensor_memory(self.source)])
-        exposed.num_awaiting += waits
-        return exposed, self.claimant.claim(exposed.offer(), [tensor_memory(self.target)])
-
-    def step(self, condition: Callable[[], bool] = lambda: False, turns: int = 0) -> bool:
-        """Drive both until a condition holds, or for so many turns; return whether it does."""
-        until = time.monotonic() + 5
-        for turn in itertools.count():
-            if condition():
-                return True
-            if turn >= turns > 0 or time.monotonic() > until:
-                return False
-            for connection in (self.owner, self.claimant):
-                connection.progress.step()
-                connection.rounds.advance()
-                connection.rounds.tick(time.monotonic())
-        raise AssertionError("counts for ever")
-
-    def slow_owner(self) -> None:
-        """Have what the owner posts crawl."""
-        self.fabric.delay(8, initiator="owner")
-
-    def let_go(self) -> None:
-        self.fabric.delay(None, initiator="owner")
-
-    def begin_slowly(self) -> tuple[PassiveOperation, ActiveOperation]:
-        """A claim whose first half has been read, and whose second one crawls."""
-        self.slow_owner()
-        exposed, active = self.begin()
-        assert self.step(lambda: active.moved_nbytes == HALF and in_flight(exposed))
-        assert not active.done
-        return exposed, active
-
-    def works_still(self) -> bool:
-        self.let_go()
-        self.target.zero_()
-        exposed, active = self.begin()
-        both = self.step(lambda: exposed.released and active.released)
-        return both and active.error is None and torch.equal(self.source, self.target)
-
-
-def in_flight(exposed: PassiveOperation) -> bool:
-    return exposed.assistance is not None and exposed.assistance.in_flight > 0
 
 
 @pytest.fixture
@@ -416,6 +338,95 @@ def test_a_claimant_that_was_given_up_and_lives_learns_of_it(two: Two) -> None:
     assert two.works_still()
 
 
+def test_a_claim_after_its_owner_had_given_the_claimant_up_is_like_any(two: Two) -> None:
+    """The owner takes ASSIST up after its new HELLO, which so says nothing of the part."""
+    claimant = two.owner.contacts.get(two.claimant.name)
+    assert claimant is not None
+    two.owner.contacts.lose(claimant, PeerLostError("given up"))
+    two.step(turns=10)
+    exposed, active = two.begin_slowly()
+    two.step(turns=50)
+    assert (active.done, exposed.done) == (False, False)
+    two.let_go()
+    assert two.step(lambda: active.released and exposed.released)
+    assert (active.error, exposed.error) == (None, None)
+    assert torch.equal(two.source, two.target)
+
+
+def test_two_that_have_given_each_other_up_find_each_other_for_what_they_hold(two: Two) -> None:
+    exposed, active = two.begin_slowly()
+    for connection, other in ((two.owner, two.claimant), (two.claimant, two.owner)):
+        remote = connection.contacts.get(other.name)
+        assert remote is not None
+        connection.contacts.lose(remote, PeerLostError("given up"))
+    two.let_go()
+    assert two.step(lambda: active.released and exposed.released)
+    assert two.works_still()
+
+
+def test_memory_is_kept_while_what_came_by_a_lost_connection_is_dealt_with() -> None:
+    """Over TCP, where the owner's process moves the bytes: a handle that failed stops none."""
+    two = Two(LoopbackFabric(mode="tcp"))
+    with contextlib.ExitStack() as stack:
+        stack.callback(two.claimant.abort)
+        stack.callback(two.owner.abort)
+        exposed = two.owner.expose(WRITE, [tensor_memory(two.source)])
+        two.fabric.delay(64, initiator="claimant")
+        data = filled(NBYTES, 3)
+        active = two.claimant.claim(exposed.offer(), [tensor_memory(data)])
+        assert two.step(lambda: active.in_flight > 0)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(two.claimant.adapter, "poll", _connection_was_reset)
+            two.claimant.rounds.advance()
+        assert active.released
+        two.claimant.contact(two.owner.name, two.owner.contacts.own_blob)
+        assert two.step(lambda: exposed.done)
+        started = time.monotonic()
+        assert not two.step(lambda: exposed.released, turns=20)
+        assert two.step(lambda: exposed.released)
+        settled = remotes.SETTLING_LOOKS * remotes.SETTLING_SECONDS
+        assert time.monotonic() - started > 0.9 * settled
+
+
+def _connection_was_reset(transfer: object) -> bool:
+    raise PeerLostError("Connection reset", remote="owner")
+
+
+def test_a_loss_is_explained_once_and_keeps_its_cause(two: Two) -> None:
+    """By `learn`, of a peer that was lost between contact and that."""
+    with Connection(two.fabric.adapter("third"), timeout=20) as third:
+        third.progress.stop()
+        blob = third.contacts.own_blob
+        remote = two.claimant.contact(third.name, blob)
+        reset = PeerLostError("reset by peer", remote=third.name)
+        reset.__cause__ = OSError("NIXL's own")
+        explained = remote.explain(reset)
+        assert explained.__cause__ is reset.__cause__
+        assert str(explained).count("never answered") == 1
+        two.claimant.contacts.lose(remote, explained)
+        with pytest.raises(PeerLostError) as again:
+            two.claimant.contacts.learn(remote, [blob], [two.claimant.adapter.inspect(blob)])
+        assert remote.explain(again.value) is again.value
+        assert str(again.value).count("never answered") == 1
+
+
+def test_no_farewell_is_said_before_a_transfer_that_is_about_to_begin(
+    two: Two, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread has entered it into the tables, and goes on while the connection closes."""
+    remote = two.owner.contacts.get(two.claimant.name)
+    assert remote is not None
+    exposed = two.owner.expose(READ, [tensor_memory(two.source)])
+    with monkeypatch.context() as patch:
+        patch.setattr(ActiveOperation, "attend", lambda operation: False)
+        active = two.claimant.claim(exposed.offer(), [tensor_memory(two.target)])
+        patch.setattr(ActiveOperation, "shut", lambda operation, error: None)
+        two.claimant.close(0.1)
+    assert active.error is not None
+    two.step_owner(20)
+    assert not remote.closed
+
+
 def test_other_peers_hear_farewells_though_an_owner_does_not_end(two: Two) -> None:
     with Connection(two.fabric.adapter("third"), timeout=20) as third:
         meet(third, two.claimant)
@@ -553,7 +564,7 @@ def test_what_makes_no_sense_is_declined_or_refused_and_moves_nothing(two: Two) 
             exposed, active = two.begin()
         while exposed.grant.claimant is None:
             owner.progress.step()
-        return exposed, active, wire.Assist(exposed.key, active.claim, HALF, good.pack(key=None))
+        return exposed, active, wire.Assist(exposed.key, active.claim, START, good.pack(key=None))
 
     for name, forge in cases.items():
         exposed, active, true = begin()
@@ -568,7 +579,7 @@ def test_what_makes_no_sense_is_declined_or_refused_and_moves_nothing(two: Two) 
     claimant.contacts.send(remote, true)
     assert two.step(partial(_are_released, exposed, active))
     assert exposed.assistance is not None, "a true one is taken up"
-    assert torch.equal(victim[HALF:], two.source[HALF:])
+    assert torch.equal(victim[START:], two.source[START:])
     assert two.works_still()
 
 

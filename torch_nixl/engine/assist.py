@@ -109,6 +109,16 @@ class AssistedPart(PassiveOperation):
     def shut(self, error: ClosedError) -> None:
         """Leave that to the whole: a REVOKE from another thread might precede the ASSIST."""
 
+    def on_forgotten(self) -> None:
+        """Keep it: nobody has to claim a part, so the owner may take it up after its new HELLO.
+
+        If it had taken it up before, its own operation has failed, and it says so to the whole.
+        """
+        if self.done and not self.grant.released and self.remote is not None:
+            remote = self._connection.contacts.get(self.remote.name)
+            if remote is not None:
+                self._revoke_again(remote)
+
     def _count_end(self, error: BaseException | None) -> None:
         """It is counted with the whole."""
 

@@ -78,6 +78,8 @@ class Contacts:
                     f"{name} was lost, and transfers to it are still to end", remote=name
                 )
             remote = Remote(name, Contact.FOREIGN if foreign else Contact.GREETING, connection_blob)
+            if not foreign:
+                remote.identity = self._connection.lost.identity_of(name)
             if name == self._adapter.name:
                 remote.contact = Contact.READY
                 remote.identity = self.identity
@@ -251,6 +253,10 @@ class Contacts:
                 )
         self._connection.prepared.lose(remote)
         self._connection.progress.kick()
+
+    def on_this_host(self, remote: Remote) -> bool:
+        """Whether a remote is known to be a process of this host."""
+        return remote.identity is not None and remote.identity.host == self.identity.host
 
     def path(self, remote: Remote) -> str:
         """Which way bytes take to a remote. See `Connection.path`."""

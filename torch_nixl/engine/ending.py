@@ -46,7 +46,8 @@ def close(connection: Connection, timeout: float) -> None:
             for operation in operations.all():
                 operation.shut(ClosedError(f"{operation}: stopped by its connection's end"))
             progress.wait_until(has_ended, deadline)
-        if not any(one.counted for one in list(operations.transfers)):
+        # Those that are done and not counted wait for their owners' parts.
+        if not any(one.counted or not one.done for one in list(operations.transfers)):
             # Peers take BYE as proof that we touch their memory no more. It is said before another
             # thread can find out that one of them has left, too: NIXL logs an error for each word
             # to who has, and forgets who was lost.

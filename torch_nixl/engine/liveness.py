@@ -97,4 +97,4 @@ class Liveness:
         """
         if remote.closed:
             return True
-        return self.is_gone(remote) and remote.has_settled(time.monotonic())
+        return self.is_gone(remote) and remote.settling.has_passed(time.monotonic())

@@ -8,11 +8,12 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 from torch_nixl.engine import host
-from torch_nixl.engine.remotes import Remote
+from torch_nixl.engine.remotes import MAX_SEEK_SECONDS, Remote
 from torch_nixl.errors import MetadataError, PeerLostError
 
 if TYPE_CHECKING:
     from torch_nixl.engine.connection import Connection
+    from torch_nixl.engine.wire import Identity
 
 log = logging.getLogger("torch_nixl.contacts")
 
@@ -106,8 +107,23 @@ class Lost:
             return None
         with self._connection.lock:
             self._estranged.pop(name, None)
-        remote.identity = lost.identity
         return remote
+
+    def seek(self, lost: Remote, now: float) -> None:
+        """Contact one anew, now and then, because it lives and may hold memory of ours.
+
+        If it has lost this process, too, neither would ever hear of the other.
+        """
+        if now < lost.seek_at or lost.flight:
+            return
+        lost.seek_at = now + lost.seek_after
+        lost.seek_after = min(2 * lost.seek_after, MAX_SEEK_SECONDS)
+        self.hear_again(lost.name, now)
+
+    def identity_of(self, name: str) -> Identity | None:
+        """Which process a lost one was; None if that isn't known."""
+        lost = self._estranged.get(name)
+        return None if lost is None else lost.identity
 
     def on_late_bye(self, name: str) -> None:
         """Note that a lost remote has left by itself: there is nobody to be contacted again."""

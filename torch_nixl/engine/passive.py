@@ -13,6 +13,7 @@ from torch_nixl.engine.grants import Claimant, Grant, GrantState
 from torch_nixl.engine.offer import Offer, OfferedMemory
 from torch_nixl.engine.operation import Operation
 from torch_nixl.engine.registry import RegisteredMemory
+from torch_nixl.engine.remotes import Settling
 from torch_nixl.engine.streams import StreamOrder
 from torch_nixl.errors import (
     ClosedError,
@@ -49,6 +50,7 @@ class PassiveOperation(Operation):
 
     __slots__ = (
         "_quarantined_until",
+        "_renewed",
         "assistance",
         "direction",
         "foreign_key",
@@ -70,6 +72,7 @@ class PassiveOperation(Operation):
         self.key = os.urandom(16)
         self.foreign_key = b""
         self._quarantined_until: float | None = None
+        self._renewed: Settling | None = None
         self.grant = Grant()
         self.order: StreamOrder | None = None
         self.assistance: Operation | None = None
@@ -220,36 +223,53 @@ class PassiveOperation(Operation):
                     self.grant.lost()
         self._let_go()
 
-    def _ask_again(self, lost: Remote) -> None:
-        """Ask a peer that was lost and found again to stop: its answer may have come in between."""
-        remote = self._connection.contacts.get(lost.name)
-        claimant = self.grant.claimant
-        if remote is None or remote is lost or claimant is None:
+    def _ask_again(self, holder: Remote) -> None:
+        """Ask a peer that was lost, and lives, to stop: its answer may have come in between."""
+        if holder.lost_error is None or not self._connection.contacts.on_this_host(holder):
             return
+        remote = self._connection.contacts.get(holder.name)
+        if remote is None:
+            self._connection.lost.seek(holder, time.monotonic())
+        else:
+            self._revoke_again(remote)
+
+    def _revoke_again(self, remote: Remote) -> None:
+        claimant = self.grant.claimant
+        assert claimant is not None
         self.remote = remote
+        self._renewed = Settling()
         reason = self.grant.reason or wire.Reason.FAILED
         self._connection.contacts.send(
             remote, wire.Revoke(self.key, claimant.claim, reason, str(self._error))
         )
 
     def on_forgotten(self) -> None:
-        """The peer has made contact anew: what it did under the grant has ended. In the driver.
+        """The peer has made contact anew, after it had given this process up. Runs in the driver.
 
-        It had given this process up, and makes contact again only once nothing of its own to it is
-        under way.
+        It does so only once nothing of its own to this process is under way. On another host the
+        memory stays owned all the same: see `liveness.OFF_HOST_SECONDS`.
         """
+        remote = self.remote
         with self._connection.lock:
-            if self.grant.state not in (GrantState.GRANTED, GrantState.REVOKING):
+            if remote is None or self.grant.released or self.grant.claimant is None:
                 return
-            self.grant.lost()
-            name = "" if self.remote is None else self.remote.name
+            if self._connection.contacts.on_this_host(remote):
+                self.grant.lost()
+                self._renewed = Settling()
+            else:
+                self.grant.revoke(wire.Reason.FAILED)
         why = "the peer had lost contact with this process, and gave up"
-        self._finish(PeerLostError(f"{self}: {why}", remote=name))
+        self._finish(PeerLostError(f"{self}: {why}", remote=remote.name))
         self._let_go()
 
     def _let_go(self) -> None:
-        """Give the memory back, unless this side still moves a part of it for the claimant."""
-        if self.assistance is None or self.assistance.released:
+        """Give the memory back, unless this process still moves some of it for the peer."""
+        if not self.grant.released:
+            return
+        if self.assistance is not None and not self.assistance.released:
+            return
+        # What came by a peer's old connection may still be dealt with after it has a new one.
+        if self._renewed is None or self._renewed.has_passed(time.monotonic()):
             self._release()
 
     def _withdraw(self, reason: wire.Reason, error: BaseException) -> None:

@@ -25,8 +25,35 @@ SETTLING_LOOKS = 25
 SETTLING_SECONDS = 0.02
 """Least time between two such looks that count; the driver polls between them."""
 
+SEEK_SECONDS = 1.0
+"""How long after the first attempt to contact a lost peer anew, that may hold memory, the second
+comes; doubled each time, up to `MAX_SEEK_SECONDS`."""
+
+MAX_SEEK_SECONDS = 30.0
+
 MAX_LEARNED = 4096
 """Blobs that are remembered as known, so that their regions aren't looked up one by one."""
+
+
+class Settling:
+    """Whether what a peer had begun has ended in this process, too, now that its own end of it has.
+
+    Over TCP it is this process that moves the bytes for it: what the peer had sent may still lie in
+    a socket, and be answered from memory or written to it by the next few polls.
+    """
+
+    __slots__ = ("_looked_at", "_num_looks")
+
+    def __init__(self) -> None:
+        self._looked_at = 0.0
+        self._num_looks = 0
+
+    def has_passed(self, now: float) -> bool:
+        """To be asked by the driver again and again; that it has polled in between counts."""
+        if now - self._looked_at >= SETTLING_SECONDS:
+            self._looked_at = now
+            self._num_looks += 1
+        return self._num_looks > SETTLING_LOOKS
 
 
 class Contact(enum.Enum):
@@ -61,14 +88,15 @@ class Remote:
         lost_at: `time.monotonic()` of its loss.
         learning: Held while the library is told of its regions.
         crowded: An operation waits for all others to end, so that regions can be forgotten.
+        seek_at: When it is to be contacted anew, if it is lost, lives, and holds memory of ours.
+        seek_after: Seconds between that and the time after.
+        settling: Since its process was found dead.
         sending: Held while a numbered frame is packed and sent, so that none overtakes another.
     """
 
     __slots__ = (
         "_known",
         "_learned",
-        "_looked_at",
-        "_num_looks",
         "answered",
         "broken",
         "closed",
@@ -89,7 +117,10 @@ class Remote:
         "ping_after",
         "pinged_at",
         "reach",
+        "seek_after",
+        "seek_at",
         "sending",
+        "settling",
         "silent_since",
     )
 
@@ -116,8 +147,9 @@ class Remote:
         self.epoch = 0
         self.sending = threading.Lock()
         self.num_known = 0
-        self._looked_at = 0.0
-        self._num_looks = 0
+        self.settling = Settling()
+        self.seek_at = 0.0
+        self.seek_after = SEEK_SECONDS
         self._known: dict[tuple[MemoryKind, int], list[tuple[int, int]]] = {}
         # By identity: a tree brings the same few hundred with each message.
         self._learned: dict[int, BlobInfo] = {}
@@ -161,18 +193,6 @@ class Remote:
                 regions.append(region)
                 self.num_known += 1
 
-    def has_settled(self, now: float) -> bool:
-        """Whether what it had begun has ended in this process, too, now that its own is dead.
-
-        Over TCP it is this process that moves the bytes for it: what the dead one sent may still
-        lie in a socket, and be answered from memory or written to it by the next few polls. To be
-        asked by the driver again and again; each time that it has polled in between counts.
-        """
-        if now - self._looked_at >= SETTLING_SECONDS:
-            self._looked_at = now
-            self._num_looks += 1
-        return self._num_looks > SETTLING_LOOKS
-
     def some_address(self) -> int:
         """Where some host memory of it lies, or lay; 0 if none is known."""
         for (kind, _), regions in list(self._known.items()):  # Other threads learn.
@@ -206,9 +226,12 @@ class Remote:
     def explain(self, error: TorchNixlError) -> TorchNixlError:
         """Return an error that a transfer or message met, a loss with `advice`."""
         advice = self.advice()
-        if not advice or not isinstance(error, PeerLostError):
+        # What follows a loss has been explained with it.
+        if not advice or self.lost_error is not None or not isinstance(error, PeerLostError):
             return error
-        return PeerLostError(f"{error}{advice}", remote=self.name)
+        explained = PeerLostError(f"{error}{advice}", remote=self.name)
+        explained.__cause__ = error.__cause__
+        return explained
 
     def __repr__(self) -> str:
         return f"<Remote {self.name} {self.contact.name} regions={self.num_known}>"
