@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -507,3 +509,24 @@ def test_threads_that_hammer_one_connection_in_every_way(make: Make) -> None:
 def adapter_of(make: Make) -> Adapter:
     """A further agent that the test closes by itself."""
     return make.adapter_factory("peer")  # type: ignore[attr-defined, no-any-return]
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_who_died_before_it_answered_is_known_to_be_gone_if_its_process_is_known(
+    known: bool,
+) -> None:
+    """Memory that it was told of is given back then: over there nobody can touch it any more."""
+    fabric = LoopbackFabric()
+    process = subprocess.Popen(["sleep", "60"])
+    stat = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+    ghost = fabric.adapter("ghost")
+    with Connection(fabric.adapter("here")) as here:
+        identity = replace(here.contacts.identity, pid=process.pid, start_time=int(stat[19]))
+        blob = ghost.metadata([], connection=True)
+        remote = here.contact("ghost", blob, identity=identity if known else None)
+        assert not here.liveness.is_gone(remote)
+        process.kill()
+        process.wait()
+        fabric.kill("ghost")
+        here.contacts.lose(remote, PeerLostError("it never answered"))
+        assert here.liveness.is_gone(remote) is known

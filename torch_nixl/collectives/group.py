@@ -145,15 +145,15 @@ class CollectiveGroup:
             come = functools.partial(self._needs_no_key, communicator, rank, operation)
             left = None if limit is None else limit - time.monotonic()
             try:
-                blob = communicator._bootstrap.fetch(rank, left, come)
+                address = communicator._bootstrap.fetch(rank, left, come)
             except TransferTimeout as error:
                 assert limit is not None
                 raise TransferTimeout(
                     f"rank {rank} has not made its Communicator within {limit - started:.3g} s, or "
                     "has closed it already"
                 ) from error
-            if blob:
-                self._exchange.contact(rank, blob)
+            if address:
+                self._exchange.contact(rank, address)
 
     def _needs_no_key(
         self, communicator: Communicator, rank: int, operation: CollectiveOperation

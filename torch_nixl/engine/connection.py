@@ -269,13 +269,22 @@ class Connection:
 
     # Remotes.
 
-    def contact(self, name: str, connection_blob: bytes, *, foreign: bool = False) -> Remote:
+    def contact(
+        self,
+        name: str,
+        connection_blob: bytes,
+        *,
+        foreign: bool = False,
+        identity: wire.Identity | None = None,
+    ) -> Remote:
         """Find or make the remote of that name, and greet it.
 
         Args:
             name: The agent's name.
             connection_blob: Metadata that tells how to reach it.
             foreign: It speaks no frames of ours: nothing is sent to it but what is asked for.
+            identity: Its process, where that is known before it has said so. Memory that it is told
+                of before it answers can then be given back once it has died.
 
         Raises:
             MetadataError: The blob is of another agent, or NIXL refused it.
@@ -283,7 +292,7 @@ class Connection:
             ClosedError: The connection is closed.
         """
         self._check_open()
-        remote = self.contacts.contact(name, connection_blob, foreign=foreign)
+        remote = self.contacts.contact(name, connection_blob, foreign=foreign, identity=identity)
         self.progress.kick()
         return remote
 

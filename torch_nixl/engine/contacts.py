@@ -17,6 +17,7 @@ from torch_nixl.errors import ClosedError, MetadataError, PeerLostError, TorchNi
 
 if TYPE_CHECKING:
     from torch_nixl.engine.connection import Connection
+    from torch_nixl.engine.wire import Identity
 
 log = logging.getLogger("torch_nixl.contacts")
 
@@ -61,7 +62,14 @@ class Contacts:
         """The remote of that name, if it is known and not lost."""
         return self._remotes.get(name)
 
-    def contact(self, name: str, connection_blob: bytes, *, foreign: bool = False) -> Remote:
+    def contact(
+        self,
+        name: str,
+        connection_blob: bytes,
+        *,
+        foreign: bool = False,
+        identity: Identity | None = None,
+    ) -> Remote:
         """Find or make the remote of that name, and greet it. See `Connection.contact`."""
         remote = self._remotes.get(name)
         if remote is not None and remote.greeted:
@@ -78,7 +86,9 @@ class Contacts:
                     f"{name} was lost, and transfers to it are still to end", remote=name
                 )
             remote = Remote(name, Contact.FOREIGN if foreign else Contact.GREETING, connection_blob)
-            if not foreign:
+            # It can be told from here, then, whether it has died: before it has answered, too.
+            remote.identity = identity
+            if identity is None and not foreign:
                 remote.identity = self._connection.lost.identity_of(name)
             if name == self._adapter.name:
                 remote.contact = Contact.READY
@@ -136,7 +146,7 @@ class Contacts:
         # shows that the old one broke.
         for _ in range(2):
             try:
-                remote = self.contact(sender, blob)
+                remote = self.contact(sender, blob, identity=frame.identity)
             except PeerLostError as error:
                 log.info("can't answer HELLO of %s: %s", sender, error)
                 return

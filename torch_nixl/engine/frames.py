@@ -72,12 +72,23 @@ class Identity:
         start_time: When the process began, in the kernel's clock ticks since boot.
     """
 
+    FIXED: ClassVar = struct.Struct("<16sIQ")
+
     host: bytes
     pid: int
     start_time: int
 
     def parts(self) -> Values:
         return self.host, self.pid, self.start_time
+
+    def pack(self) -> bytes:
+        """Return it as `FIXED.size` bytes."""
+        return self.FIXED.pack(*self.parts())
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Identity:
+        """Read what `pack` returned."""
+        return cls(*cls.FIXED.unpack(data))
 
 
 @dataclass(frozen=True, slots=True)

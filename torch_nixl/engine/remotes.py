@@ -73,9 +73,10 @@ class Remote:
         contact: See `Contact`.
         connection_blob: What NIXL needs to reach it, to learn it anew.
         reach: Of that blob: see `BlobInfo`.
-        identity: Which process it is; None until it has said so.
+        identity: Which process it is; None until it, or who told of it, has said so.
         nonce: What we asked it to echo.
-        heard_at: `time.monotonic()` of its last frame.
+        heard: Whether anything has come from it.
+        heard_at: `time.monotonic()` of its last frame, or of this object's making.
         silent_since: When the first ping since then went out; None if none has.
         answered: It has had our HELLO, or, if foreign, we have moved bytes of it: what we send
             arrives, also if we end right after.
@@ -106,6 +107,7 @@ class Remote:
         "epoch",
         "flight",
         "greeted",
+        "heard",
         "heard_at",
         "identity",
         "learning",
@@ -131,6 +133,7 @@ class Remote:
         self.reach = b""
         self.identity: Identity | None = None
         self.nonce = b""
+        self.heard = False
         self.heard_at = time.monotonic()
         self.pinged_at = 0.0
         self.ping_after = 0.0
@@ -209,6 +212,7 @@ class Remote:
 
     def hear(self, now: float) -> None:
         """Note a frame from it."""
+        self.heard = True
         self.heard_at = now
         self.pinged_at = 0.0
         self.ping_after = 0.0
@@ -216,7 +220,7 @@ class Remote:
 
     def advice(self) -> str:
         """What to add to an error: that no way may lead there, unless one is known to."""
-        if self.identity is not None or self.answered:
+        if self.heard or self.answered:
             return ""
         return (
             f"; it has never answered, so perhaps no network device leads from this side "

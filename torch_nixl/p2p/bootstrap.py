@@ -5,7 +5,7 @@ prefix: all ranks do so equally often, so the k-th of one belongs to the k-th of
 
     made/<rank>     how often that rank has made one; stays, unless the prefix is used but once
     <k>/nonce       random; whoever comes first sets it, and all take it for their context
-    <k>/<rank>      how to reach that rank; removed when it closes
+    <k>/<rank>      how to reach that rank: the `Address`; removed when it closes
     <k>/left        how many have closed; the last one removes it and the nonce
 """
 
@@ -17,10 +17,12 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from torch.distributed import Store
 
 from torch_nixl.engine.envelope import seal, unseal
+from torch_nixl.engine.wire import Identity
 from torch_nixl.errors import ClosedError, MetadataError, TransferError, TransferTimeout
 
 LEAVE_SECONDS = 3.0
@@ -35,6 +37,34 @@ _MAX_BROKEN = 3
 """Times in a row that a store may fail."""
 
 _ABSENT = "torch_nixl: absent"
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """How to reach a rank: its process, so that others can tell whether it has died, and agent.
+
+    Attributes:
+        identity: The process.
+        metadata: NIXL's, of the agent.
+    """
+
+    identity: Identity
+    metadata: bytes = field(repr=False)
+
+    def pack(self) -> bytes:
+        return self.identity.pack() + self.metadata
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Address:
+        """Read what `pack` returned.
+
+        Raises:
+            ValueError: It is cut.
+        """
+        nbytes = Identity.FIXED.size
+        if len(data) <= nbytes:
+            raise ValueError(f"an address of {len(data)} bytes is cut")
+        return cls(Identity.unpack(data[:nbytes]), data[nbytes:])
 
 
 class Bootstrap:
@@ -73,11 +103,14 @@ class Bootstrap:
         digest = hashlib.sha256(b"torch_nixl p2p " + self._prefix.encode() + b" " + bytes(nonce))
         self.context = int.from_bytes(digest.digest()[:4], "little")
 
-    def publish(self, metadata: bytes) -> None:
+    def publish(self, address: Address) -> None:
         """Tell the others how to reach this rank."""
-        self._store.set(f"{self._prefix}/{self._rank}", seal(metadata, key=self._key).hex())
+        sealed = seal(address.pack(), key=self._key)
+        self._store.set(f"{self._prefix}/{self._rank}", sealed.hex())
 
-    def fetch(self, rank: int, timeout: float | None, has_come: Callable[[], bool]) -> bytes:
+    def fetch(
+        self, rank: int, timeout: float | None, has_come: Callable[[], bool]
+    ) -> Address | None:
         """Wait until a rank has published how to reach it, or has come by itself.
 
         Args:
@@ -86,7 +119,7 @@ class Bootstrap:
             has_come: Whether it has. Asked now and then.
 
         Returns:
-            What it published; nothing if it has come by itself.
+            What it published; None if it has come by itself.
 
         Raises:
             TransferTimeout: It hasn't within `timeout` seconds.
@@ -99,7 +132,7 @@ class Bootstrap:
         try:
             while not search.ended.is_set():
                 if has_come():
-                    return b""
+                    return None
                 if self._left:
                     raise ClosedError("the Communicator was closed")
                 left = _LOOK_SECONDS if deadline is None else deadline - time.monotonic()
@@ -118,7 +151,7 @@ class Bootstrap:
             ) from search.error
         text = search.found
         try:
-            return unseal(bytes.fromhex(text.decode()), key=self._key)
+            return Address.unpack(unseal(bytes.fromhex(text.decode()), key=self._key))
         except ValueError as error:
             raise MetadataError(f"rank {rank}: {error}") from error
 

@@ -12,7 +12,7 @@ from torch_nixl.engine.connection import DEFAULT_TIMEOUT, Connection
 from torch_nixl.engine.operation import deadline_after
 from torch_nixl.errors import ClosedError
 from torch_nixl.p2p import protocol
-from torch_nixl.p2p.bootstrap import Bootstrap
+from torch_nixl.p2p.bootstrap import Address, Bootstrap
 from torch_nixl.p2p.exchange import Exchange
 from torch_nixl.p2p.hub import hub_of, leave_connection, share_connection
 from torch_nixl.p2p.tensor_methods import TensorMethods
@@ -81,7 +81,8 @@ class Communicator(TensorMethods, TreeMethods):
             self._exchange = Exchange(self._connection, context, rank, world_size, self._hub.lock)
             # Before anyone can know how to reach it.
             self._hub.add(self._exchange)
-            self._bootstrap.publish(self._connection.metadata()[0])
+            identity, metadata = self._connection.contacts.identity, self._connection.metadata()
+            self._bootstrap.publish(Address(identity, metadata[0]))
         except BaseException:
             self._unmake()
             if self._shares:
@@ -162,9 +163,9 @@ class Communicator(TensorMethods, TreeMethods):
             raise ClosedError(str(self._exchange.closed))
         protocol.check_rank(rank, self.world_size, name)
         timeout = None if deadline is None else deadline - time.monotonic()
-        blob = self._bootstrap.fetch(rank, timeout, lambda: self._has_come(rank))
+        address = self._bootstrap.fetch(rank, timeout, lambda: self._has_come(rank))
         # It may have closed since, and its key be gone: it has introduced itself before.
-        return self._exchange.contact(rank, blob) if blob else self._exchange.peers[rank]
+        return self._exchange.contact(rank, address) if address else self._exchange.peers[rank]
 
     def _has_come(self, rank: int) -> bool:
         """Whether a rank is met: it may have met us first."""

@@ -32,6 +32,7 @@ from torch_nixl.p2p.values import CommunicatorStatistics
 if TYPE_CHECKING:
     from torch_nixl.engine.connection import Connection
     from torch_nixl.engine.remotes import Remote
+    from torch_nixl.p2p.bootstrap import Address
 
 Watched: TypeAlias = SendOperation | ReceiveOperation | StepOperation
 
@@ -93,16 +94,17 @@ class Exchange:
         self.inbox.renew_lock(lock)
         self.channels.renew_lock(lock)
 
-    def contact(self, rank: int, blob: bytes) -> Peer:
+    def contact(self, rank: int, address: Address) -> Peer:
         """Make contact with the agent of a rank, and meet it.
 
         Raises:
             MetadataError: The metadata is not acceptable, or another agent is that rank.
             PeerLostError: The agent can't be reached.
         """
-        info = self.connection.adapter.inspect(blob)
+        connection, blob = self.connection, address.metadata
+        info = connection.adapter.inspect(blob)
         try:
-            remote = self.connection.contact(info.agent, blob)
+            remote = connection.contact(info.agent, blob, identity=address.identity)
         except PeerLostError as error:
             raise PeerLostError(f"rank {rank}: {error}", remote=info.agent, rank=rank) from error
         return self.meet(rank, remote)
