@@ -16,8 +16,17 @@ from torch.distributed import HashStore
 
 from p2p.conftest import World
 from torch_nixl.engine.connection import Connection
-from torch_nixl.errors import ClosedError, PeerLostError, TransferCancelled, TransferTimeout
+from torch_nixl.engine.envelope import seal
+from torch_nixl.engine.wire import Identity
+from torch_nixl.errors import (
+    ClosedError,
+    MetadataError,
+    PeerLostError,
+    TransferCancelled,
+    TransferTimeout,
+)
 from torch_nixl.p2p import protocol
+from torch_nixl.p2p.bootstrap import Address, Bootstrap
 from torch_nixl.p2p.communicator import Communicator
 from torch_nixl.p2p.description import DTYPES
 from torch_nixl.p2p.tensors import MismatchError
@@ -738,3 +747,14 @@ def _closing(communicator: Communicator) -> list[threading.Thread]:
     return [
         one for one in threading.enumerate() if one not in before and one.name == "torch_nixl store"
     ]
+
+
+def test_an_address_that_is_cut_is_refused_though_its_envelope_is_whole() -> None:
+    store = HashStore()
+    one, other = (Bootstrap(store, "group", rank, 2, None) for rank in range(2))
+    address = Address(Identity(b"h" * 16, 4711, 99), b"NIXL's metadata")
+    other.publish(address)
+    assert one.fetch(1, 5.0, lambda: False) == address
+    store.set("group/1/1", seal(address.pack()[: Identity.FIXED.size], key=None).hex())
+    with pytest.raises(MetadataError, match=r"rank 1: .* cut"):
+        one.fetch(1, 5.0, lambda: False)
