@@ -122,6 +122,36 @@ def test_silence_counts_from_the_first_ping_that_was_not_answered(
     assert 0.35 < time.monotonic() - started < 3
 
 
+def test_that_a_peer_is_still_there_is_no_news(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After news a waiter polls hotly: at four answers a second that took 3 % of a core."""
+    one, other = connect("o"), connect("t")
+    remote = acquaint(one, other)
+    time.sleep(0.1)  # What has to do with that has arrived.
+    news: list[str] = []
+
+    def spy_on(connection: Connection) -> None:
+        poll = connection.rounds.poll
+
+        def spied() -> bool:
+            moved = poll()
+            if moved:
+                news.append(connection.name)
+            return moved
+
+        monkeypatch.setattr(connection.rounds, "poll", spied)
+
+    spy_on(one)
+    spy_on(other)
+    received = one.statistics().frames_received
+    one.contacts.send(remote, wire.Ping(1))
+    assert until(lambda: one.statistics().frames_received > received)
+    assert not news
+    read(other, one)
+    assert set(news) == {"o", "t"}
+
+
 def test_a_new_contact_waits_until_the_lost_one_is_forgotten(
     connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -102,8 +102,8 @@ def test_figures_are_those_of_the_code() -> None:
     for name, (value, _) in TUNED_ENVIRONMENT.items():
         [row] = [line for line in tuning.splitlines() if f"`{name}`" in line]
         assert f"| `{value}`" in row
-    assert (HOT_SECONDS, WAIT_SECONDS, IDLE_SECONDS) == (0.002, 0.001, 0.010)
-    assert "polls for 2 ms, then with growing sleeps of at most 1 ms" in tuning
+    assert (HOT_SECONDS, WAIT_SECONDS, IDLE_SECONDS) == (0.002, 0.0005, 0.010)
+    assert "polls for 2 ms, then with growing sleeps of at most 0.5 ms" in tuning
     assert "polls every 10 ms" in tuning
     assert (EAGER_NBYTES, SPLIT_NBYTES, PACK_SPAN_NBYTES) == (64 << 10, 1 << 20, 16 << 10)
     for text in ("Up to 64 KiB a message travels in its frame; from 1 MiB on both", "from 16 KiB"):

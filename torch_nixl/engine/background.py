@@ -39,6 +39,9 @@ STALLED_SECONDS = 0.005
 INLINE_SECONDS = 0.010
 """How long after a wait the next one is taken to be near: the program polls inline."""
 
+KICKED_SECONDS = 0.001
+"""Pause meanwhile if something was started that no thread may be waiting for."""
+
 ALERT_SECONDS = 0.050
 """How long this thread goes on polling every WAIT_SECONDS after something happened."""
 
@@ -144,7 +147,7 @@ class Background:
             if inline:
                 # A thread polls, and waits for what it starts. Waking more often than this, we
                 # would only take its GIL.
-                longest = pause = WAIT_SECONDS if now < kicked_until else INLINE_SECONDS
+                longest = pause = KICKED_SECONDS if now < kicked_until else INLINE_SECONDS
             else:
                 longest = progress.longest_sleep() if now < alert_until else rounds.poll_interval()
                 if longest == IDLE_SECONDS:
@@ -153,7 +156,7 @@ class Background:
                         alert_until, pause = now + NEWCOMER_SECONDS, 0.0
                         longest = progress.longest_sleep()
                 pause = min(max(pause * 1.25, WAIT_SECONDS / 16), longest or WAIT_SECONDS)
-            self.awake = pause <= WAIT_SECONDS and longest is not None
+            self.awake = pause <= KICKED_SECONDS and longest is not None
             # What was started before this thread said that it rests did not wake it.
             if not self.awake and not inline and rounds.poll_interval() != longest:
                 continue

@@ -41,7 +41,10 @@ class Dispatcher:
         self._handlers[kind] = handler
 
     def poll(self) -> bool:
-        """Take in what has arrived; return whether anything had."""
+        """Take in what has arrived; return whether any of it was news.
+
+        Whether a peer is still there is none: who waits for it would poll hotly after each answer.
+        """
         arrived = self._connection.adapter.drain()
         if arrived:
             self._arrived.extend(arrived)
@@ -50,22 +53,24 @@ class Dispatcher:
         elif not self._arrived:
             return False
         now = time.monotonic()
+        news = False
         # What is left when a handler is interrupted is handled by the next poll.
         while self._arrived:
-            self._take_in(*self._arrived.popleft(), now)
+            news |= self._take_in(*self._arrived.popleft(), now)
         self._contacts.leaving.clear()
-        return True
+        return news
 
     def _look_for_farewells(self, arrived: Iterable[tuple[str, bytes]]) -> None:
         """Note whose BYE has come with other words: those are taken in, and not answered."""
         is_bye = self._connection.codec.is_bye
         self._contacts.leaving.update(sender for sender, data in arrived if is_bye(sender, data))
 
-    def _take_in(self, sender: str, data: bytes, now: float) -> None:
+    def _take_in(self, sender: str, data: bytes, now: float) -> bool:
+        """Take in a message; return whether it was news."""
         counters = self._connection.counters
         counters.frames_received += 1
         try:
-            self._dispatch(sender, data, now)
+            return self._dispatch(sender, data, now)
         except MetadataError as error:
             counters.frames_refused += 1
             # Who sends garbage may send much of it.
@@ -79,13 +84,14 @@ class Dispatcher:
             # One frame that a handler chokes on must not cost those behind it.
             counters.frames_refused += 1
             log.exception("a frame of %d bytes from %s could not be handled", len(data), sender)
+        return True
 
-    def _dispatch(self, sender: str, data: bytes, now: float) -> None:
+    def _dispatch(self, sender: str, data: bytes, now: float) -> bool:
         if not data.startswith(wire.MAGIC):
             keyed = self._operations.by_message(data)
             if keyed is not None:
                 keyed.on_key(sender)
-                return
+                return True
         codec = self._connection.codec
         kind, body = codec.open(sender, data)
         if kind >= wire.FIRST_RAW_KIND:
@@ -97,8 +103,10 @@ class Dispatcher:
             if handler is None:
                 raise MetadataError(f"frames of kind {kind} are not spoken here")
             handler(remote, body)
-        else:
-            self._take_in_own(sender, codec.read(kind, body), now)
+            return True
+        frame = codec.read(kind, body)
+        self._take_in_own(sender, frame, now)
+        return not isinstance(frame, wire.Ping | wire.Pong)
 
     def _take_in_own(self, sender: str, frame: wire.Frame, now: float) -> None:
         """Take in a frame of this layer."""

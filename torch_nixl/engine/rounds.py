@@ -12,8 +12,8 @@ from torch_nixl.engine.dispatch import Dispatcher
 if TYPE_CHECKING:
     from torch_nixl.engine.connection import Connection
 
-WAIT_SECONDS = 0.001
-"""Longest sleep between two polls while someone waits: 3 % of a core, 0.5 ms of latency."""
+WAIT_SECONDS = 0.0005
+"""Longest sleep between two polls while someone waits: 4 % of a core, 0.3 ms of latency."""
 
 IDLE_SECONDS = 0.010
 """Sleep between two polls while nobody here waits, but a remote may send something."""
@@ -41,7 +41,7 @@ class Rounds:
         self._next_mending = 0.0
 
     def poll(self) -> bool:
-        """Take in what has arrived; return whether anything had."""
+        """Take in what has arrived; return whether any of it was news."""
         moved = self._dispatcher.poll()
         if self._deferred_entries:
             moved |= self._deferred.run()
