@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import select
 import socket
 import struct
 import time
@@ -25,6 +26,7 @@ from torch_nixl import connect
 from torch_nixl._testing.rank_worker import Rank
 from torch_nixl.engine.connection import Connection
 from torch_nixl.engine.memory import tensor_memory
+from torch_nixl.engine.rounds import WAIT_SECONDS
 from torch_nixl.errors import TransferTimeout
 from torch_nixl.testing import LoopbackConnector, LoopbackFabric, RankPool
 
@@ -164,28 +166,33 @@ def test_k5_an_operation_with_a_silent_peer_takes_less_than_a_twentieth_of_a_cor
 def _time_from_sending_to_arrival(rank: Rank) -> tuple[list[float], list[float]]:
     """What rank 1 sends after a silence of 0.1 s, at which rank 0 has long been asleep.
 
-    Also how long a byte takes through a socket in which rank 0 sleeps, on the same machine then.
+    Also how long a byte takes through a socket at which rank 0 looks between bare sleeps: where
+    timers are coarse they last longer than they are told to.
     """
     delays, bare = [], []
     with (
         torch_nixl.Communicator(rank.store(), rank.rank, 2, timeout=30) as communicator,
         _connected(communicator, rank) as connected,
     ):
-        for _ in range(15):
+        for turn in range(30):
+            by_socket = turn % 2
             if rank.rank == 1:
                 communicator.recv(0)
-                time.sleep(0.1)
-                communicator.send_object(time.monotonic(), 0)
-                communicator.recv(0)
-                time.sleep(0.1)
-                connected.sendall(struct.pack("d", time.monotonic()))
+                time.sleep(0.1 + turn * WAIT_SECONDS / 15)  # Into all phases of those sleeps.
+                if by_socket:
+                    connected.sendall(struct.pack("d", time.monotonic()))
+                else:
+                    communicator.send_object(time.monotonic(), 0)
             else:
                 communicator.send(torch.ones(1), 1)
-                sent = communicator.recv_object(1)
-                delays.append(time.monotonic() - sent)
-                communicator.send(torch.ones(1), 1)
-                [sent] = struct.unpack("d", connected.recv(8))
-                bare.append(time.monotonic() - sent)
+                if by_socket:
+                    while not select.select([connected], [], [], 0)[0]:
+                        time.sleep(WAIT_SECONDS)
+                    [sent] = struct.unpack("d", connected.recv(8))
+                    bare.append(time.monotonic() - sent)
+                else:
+                    sent = communicator.recv_object(1)
+                    delays.append(time.monotonic() - sent)
     return delays, bare
 
 
@@ -204,10 +211,10 @@ def _connected(communicator: torch_nixl.Communicator, rank: Rank) -> socket.sock
 def test_k5_who_waits_for_a_silent_peer_learns_of_its_message_within_a_millisecond(
     rank_pool: RankPool,
 ) -> None:
-    """Or three times what a socket takes, once in three: on a busy machine it waits for a core."""
+    """Or twice what a socket takes, once in three: on a busy machine it waits for a core."""
     for _ in range(3):
         delays, bare = rank_pool.run(_time_from_sending_to_arrival, world_size=2, timeout=60)[0]
-        if median(delays) < max(0.001, 3 * median(bare)):
+        if median(delays) < max(0.001, 2 * median(bare)):
             return
     pytest.fail(f"seconds, the last time: {sorted(delays)}, through a socket {sorted(bare)}")
 

@@ -139,7 +139,7 @@ class CollectiveOperation(Operation):
 
     @property
     def in_flight(self) -> int:
-        # Waiters look at it twice a millisecond even where another thread polls.
+        # Waiters look at it every millisecond even where another thread polls.
         return max(1, sum(part.in_flight for part in list(self._parts)))
 
     @property

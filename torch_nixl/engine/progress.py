@@ -61,6 +61,9 @@ TCP for every byte, and for the last step of every transfer that follows a messa
 BRISK_FOR_SECONDS = 0.050
 """How long after the last news bytes are taken to be moving. A stopped peer is not worth it."""
 
+FOLLOW_SECONDS = 0.001
+"""Longest sleep of a follower that has bytes in flight. There may be many, each at a cost."""
+
 TICK_SECONDS = 0.020
 """Interval between two looks at deadlines and silent remotes."""
 
@@ -266,7 +269,7 @@ class Progress:
                     self._promote()
             self._followers.append(alarm)
             # A waiter posts and polls its own pieces, however many others there are.
-            alarm.sleep(_remaining(deadline, WAIT_SECONDS if operation.in_flight else 0.1))
+            alarm.sleep(_remaining(deadline, FOLLOW_SECONDS if operation.in_flight else 0.1))
             try:
                 self._followers.remove(alarm)
             except ValueError:
