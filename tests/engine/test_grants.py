@@ -19,6 +19,16 @@ def test_the_first_claim_is_granted_and_the_second_refused() -> None:
     assert grant.claimant == ALICE
 
 
+def test_only_the_claimant_of_a_standing_grant_holds_it() -> None:
+    grant = Grant()
+    held = [grant.is_held_by(ALICE)]
+    grant.claim(ALICE)
+    held += [grant.is_held_by(ALICE), grant.is_held_by(BOB), grant.is_held_by(Claimant("alice", 2))]
+    grant.revoke(Reason.FAILED)
+    held.append(grant.is_held_by(ALICE))
+    assert held == [False, True, False, False, False]
+
+
 def test_a_withdrawn_offer_is_released_at_once_and_says_why() -> None:
     grant = Grant()
     assert grant.revoke(Reason.EXPIRED) is None

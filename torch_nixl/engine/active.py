@@ -153,19 +153,21 @@ class ActiveOperation(TransferOperation):
             self._phase = Phase.MOVING
             return True
         self._phase = Phase.CLAIMING
-        self._connection.contacts.send(
-            self.remote,
-            wire.Claim(
-                self._offer.key,
-                self.claim,
-                self._direction,
-                sum(memory.nbytes for memory in self._offer.memories),
-                len(self._offer.memories),
-            ),
-        )
+        self._send_claim(self.remote)
         if may_assist(self._connection, self.remote, self._memories, self._offer.memories):
             self._ask_for_assistance(self.remote)
         return True
+
+    def claim_again(self, owner: Remote) -> None:
+        """Say it anew to an owner that has made contact anew: it may have dropped it before."""
+        if self._phase is Phase.CLAIMING and self.remote is owner and not self._done:
+            self._send_claim(owner)
+
+    def _send_claim(self, owner: Remote) -> None:
+        nbytes = sum(memory.nbytes for memory in self._offer.memories)
+        count = len(self._offer.memories)
+        claim = wire.Claim(self._offer.key, self.claim, self._direction, nbytes, count)
+        self._connection.contacts.send(owner, claim)
 
     def _learn(self) -> bool:
         """Tell the library of the offer's regions; False if other operations must end first."""
@@ -267,6 +269,8 @@ def refusal(what: str, frame: wire.Refuse) -> TorchNixlError:
             return TransferCancelled(f"{what}: withdrawn by its owner: {frame.text}")
         case wire.Reason.CLOSED:
             return PeerLostError(f"{what}: its owner is closing: {frame.text}")
+        case wire.Reason.FAILED:
+            return PeerLostError(f"{what}: its owner had given up: {frame.text}")
         case wire.Reason.WRONG_SIZE | wire.Reason.WRONG_DIRECTION:
             return MetadataError(
                 f"{what}: does not match what its owner exposes "

@@ -155,6 +155,9 @@ class Contacts:
             remote.hear(now)
             self.send(remote, answer)
             if remote.broken is None:
+                if remote.answered:  # It is not its first.
+                    for claiming in self._connection.operations.claims():
+                        claiming.claim_again(remote)
                 return
             # What it sent before may have come with this HELLO, its BYE too.
             self._connection.rounds.poll()

@@ -8,13 +8,14 @@ at most one peer can claim it::
     OFFERED   claim     GRANTED   the claimant is told so; from now on it may touch
     OFFERED   revoke    RELEASED  outcome CANCELLED
     OFFERED   expire    RELEASED  outcome EXPIRED
+    GRANTED   claim     GRANTED   nothing, if it is the claimant's own, said again
     GRANTED   done      RELEASED  the claimant's outcome
     GRANTED   revoke    REVOKING  the claimant is asked to stop; it may still touch
     GRANTED   lost      RELEASED  outcome LOST, once the claimant can't touch any more
     REVOKING  done      RELEASED  the claimant's outcome
     REVOKING  lost      RELEASED  outcome LOST
 
-What is not in the table can't happen or changes nothing: a second claim is refused, a lease that
+What is not in the table can't happen or changes nothing: any other claim is refused, a lease that
 lapses after the grant no longer matters, `done` from anyone but the claimant is ignored. Only in
 RELEASED is the memory the owner's alone. A grant never goes back.
 
@@ -67,6 +68,10 @@ class Grant:
             self.claimant = claimant
             return None
         return self.reason or Reason.TAKEN
+
+    def is_held_by(self, claimant: Claimant) -> bool:
+        """Whether a claim is that which was granted, and nobody has withdrawn it."""
+        return self.state is GrantState.GRANTED and self.claimant == claimant
 
     def done(self, claimant: Claimant) -> bool:
         """Note that the claimant won't touch the memory any more; False if that's not it."""

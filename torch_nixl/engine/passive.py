@@ -136,7 +136,10 @@ class PassiveOperation(Operation):
     def on_claim(self, remote: Remote, frame: wire.Claim) -> None:
         """Grant or refuse. Runs in the driver."""
         reason: wire.Reason | None
+        claimant = Claimant(remote.name, frame.claim)
         with self._connection.lock:
+            if self.grant.is_held_by(claimant):
+                return  # Said twice, around a HELLO: it has its answer, or will.
             nbytes = self.nbytes
             if frame.direction is not self.direction:
                 reason = wire.Reason.WRONG_DIRECTION
@@ -145,7 +148,7 @@ class PassiveOperation(Operation):
             ):
                 reason = wire.Reason.WRONG_SIZE
             else:
-                reason = self.grant.claim(Claimant(remote.name, frame.claim))
+                reason = self.grant.claim(claimant)
             if reason is None:
                 self.remote = remote
                 self._connection.operations.busy[self] = None

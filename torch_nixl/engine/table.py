@@ -170,6 +170,11 @@ class OperationTable:
         operation = self._claims.get((key, number))
         return operation if operation is not None and operation.remote is remote else None
 
+    def claims(self) -> list[ActiveOperation]:
+        """All that claim, a copy: the table changes under whoever goes through it."""
+        with self._lock:
+            return list(self._claims.values())
+
     def by_message(self, message: bytes) -> PassiveOperation | None:
         """The operation that this message ends, by a foreign peer's rules."""
         return self._keys.get(message)
