@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from torch_nixl.engine import lost, remotes, wire
-from torch_nixl.engine.active import refusal
 from torch_nixl.engine.adapter import Direction
 from torch_nixl.engine.connection import Connection
 from torch_nixl.engine.loopback import LoopbackFabric
@@ -121,103 +120,6 @@ def test_silence_counts_from_the_first_ping_that_was_not_answered(
     with pytest.raises(PeerLostError):
         caller.claim(offer, [memory()]).wait(5)
     assert 0.35 < time.monotonic() - started < 3
-
-
-@pytest.mark.parametrize("direction", [READ, WRITE])
-def test_a_claim_that_was_dropped_between_a_loss_and_a_new_contact_is_made_again(
-    connect: Connect, monkeypatch: pytest.MonkeyPatch, direction: Direction
-) -> None:
-    """It waited for its deadline. Its owner contacts it anew when it is heard again."""
-    owner, claimant = connect("o"), connect("c")
-    acquaint(claimant, owner)
-    source = torch.arange(64, dtype=torch.uint8)
-    target = torch.zeros(64, dtype=torch.uint8)
-    ours, theirs = (source, target) if direction is WRITE else (target, source)
-    exposed = owner.expose(direction, [tensor_memory(theirs)])
-    lost_one = owner.contacts.get("c")
-    assert lost_one is not None
-    refused = owner.statistics().frames_refused
-    with monkeypatch.context() as patch:
-        patch.setattr(owner.lost, "hear_again", lambda *_: None)
-        owner.contacts.lose(lost_one, PeerLostError("given up"))
-        active = claimant.claim(exposed.offer(), [tensor_memory(ours)])
-        assert until(lambda: owner.statistics().frames_refused > refused)
-    active.wait(5)
-    exposed.wait(5)
-    assert torch.equal(source, target)
-
-
-def test_a_claim_made_twice_is_granted_once(connect: Connect) -> None:
-    """The one that makes its owner contact the claimant anew is made again, too."""
-    owner, claimant = connect("o"), connect("c")
-    acquaint(claimant, owner)
-    for _ in range(20):
-        lost_one = owner.contacts.get("c")
-        assert lost_one is not None
-        owner.contacts.lose(lost_one, PeerLostError("given up"))
-        read(owner, claimant)
-    assert until(lambda: not owner.operations.all() and not claimant.operations.all())
-
-
-def test_a_claim_made_again_to_who_had_granted_it_and_given_up_is_refused(
-    connect: Connect, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    owner, claimant = connect("o"), connect("c")
-    acquaint(claimant, owner)
-    remote = owner.contacts.get("c")
-    assert remote is not None
-    exposed = owner.expose(READ, [memory()])
-    claim = wire.Claim(exposed.key, 7, READ, 64, 1)
-    answers: list[wire.Frame] = []
-    monkeypatch.setattr(owner.contacts, "send", lambda _, frame: answers.append(frame))
-    exposed.on_claim(remote, claim)
-    exposed.on_claim(remote, claim)
-    assert answers == [wire.Granted(exposed.key, 7)]
-    exposed.on_lost(PeerLostError("given up"))
-    exposed.on_claim(remote, claim)
-    refused = answers[-1]
-    assert isinstance(refused, wire.Refuse) and refused.reason is wire.Reason.FAILED
-    assert isinstance(refusal("read", refused), PeerLostError)
-    exposed.on_done(remote, wire.Done(exposed.key, 7, wire.Outcome.FAILED, ""))
-    assert exposed.released
-
-
-def claims_sent(connection: Connection, monkeypatch: pytest.MonkeyPatch) -> list[wire.Frame]:
-    found: list[wire.Frame] = []
-    send = connection.contacts.send
-
-    def spied(remote: Remote, frame: wire.Frame) -> None:
-        if isinstance(frame, wire.Claim):
-            found.append(frame)
-        send(remote, frame)
-
-    monkeypatch.setattr(connection.contacts, "send", spied)
-    return found
-
-
-def test_a_first_contact_takes_one_claim(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
-    owner, claimant = connect("o"), connect("c")
-    sent = claims_sent(claimant, monkeypatch)
-    read(owner, claimant)
-    assert len(sent) == 1
-
-
-def test_what_has_not_claimed_yet_claims_nothing_again(
-    connect: Connect, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A grant that came before it knew the memory would be overlooked."""
-    owner, claimant = connect("o"), connect("c")
-    remote = acquaint(claimant, owner)
-    exposed = owner.expose(READ, [memory()])
-    sent = claims_sent(claimant, monkeypatch)
-    remote.crowded, remote.flight = True, 1
-    active = claimant.claim(exposed.offer(), [memory()])
-    active.claim_again(remote)
-    assert not sent
-    remote.flight = 0
-    active.wait(5)
-    active.claim_again(remote)
-    assert len(sent) == 1
 
 
 def test_that_a_peer_is_still_there_is_no_news(

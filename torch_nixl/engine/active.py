@@ -46,7 +46,7 @@ class ActiveOperation(TransferOperation):
         order: For device memory, what has to run before it claims.
     """
 
-    __slots__ = ("_infos", "_offer", "_part", "_phase", "claim", "order")
+    __slots__ = ("_again", "_infos", "_offer", "_part", "_phase", "claim", "order")
 
     starts_counted = False
 
@@ -76,6 +76,7 @@ class ActiveOperation(TransferOperation):
         ]
         self._phase = Phase.LEARNING
         self._part: AssistedPart | None = None
+        self._again = False
         self.claim = claim
         self.order: StreamOrder | None = None
 
@@ -130,6 +131,11 @@ class ActiveOperation(TransferOperation):
             self._settle()
             return True
         if self._phase is Phase.CLAIMING:
+            if self._again:
+                self._again = False
+                self._send_claim()
+                if self._part is not None:
+                    self._part.withdraw()
             # While the answer is under way there is time. Nothing moves before it is here.
             try:
                 self._prepare_next()
@@ -153,21 +159,27 @@ class ActiveOperation(TransferOperation):
             self._phase = Phase.MOVING
             return True
         self._phase = Phase.CLAIMING
-        self._send_claim(self.remote)
+        self._send_claim()
         if may_assist(self._connection, self.remote, self._memories, self._offer.memories):
             self._ask_for_assistance(self.remote)
         return True
 
-    def claim_again(self, owner: Remote) -> None:
-        """Say it anew to an owner that has made contact anew: it may have dropped it before."""
-        if self._phase is Phase.CLAIMING and self.remote is owner and not self._done:
-            self._send_claim(owner)
+    def claim_again(self) -> None:
+        """Claim anew, as the owner has made contact anew: it may have dropped what came before.
 
-    def _send_claim(self, owner: Remote) -> None:
+        Whoever attends does it, so that nothing is claimed once this has ended.
+        """
+        if self._phase is Phase.CLAIMING:
+            self._again = True
+            self.ring()
+            self._connection.progress.kick()
+
+    def _send_claim(self) -> None:
+        assert self.remote is not None
         nbytes = sum(memory.nbytes for memory in self._offer.memories)
         count = len(self._offer.memories)
         claim = wire.Claim(self._offer.key, self.claim, self._direction, nbytes, count)
-        self._connection.contacts.send(owner, claim)
+        self._connection.contacts.send(self.remote, claim)
 
     def _learn(self) -> bool:
         """Tell the library of the offer's regions; False if other operations must end first."""
@@ -214,9 +226,9 @@ class ActiveOperation(TransferOperation):
         if not part.released:
             return False
         self._part = None
-        if part.error is not None:
+        if part.error is not None and not part.withdrawn:
             self._finish(part.error)
-        elif part.declined and not self._done:
+        elif (part.declined or part.withdrawn) and not self._done:
             self._pieces = self._plan(start=part.start)
         return True
 

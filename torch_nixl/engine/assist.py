@@ -62,9 +62,10 @@ class AssistedPart(PassiveOperation):
         start: The first byte that the owner moves.
         asked: Whether it was asked to, or is about to be.
         declined: The owner has moved nothing.
+        withdrawn: It was asked to leave it, and may have moved some.
     """
 
-    __slots__ = ("_whole", "asked", "declined", "start")
+    __slots__ = ("_whole", "asked", "declined", "start", "withdrawn")
 
     def __init__(
         self,
@@ -81,6 +82,7 @@ class AssistedPart(PassiveOperation):
         self.start = start
         self.asked = False
         self.declined = False
+        self.withdrawn = False
         self._whole = whole
 
     def packed(self) -> bytes:
@@ -105,6 +107,12 @@ class AssistedPart(PassiveOperation):
             self.declined = True
             frame = replace(frame, outcome=wire.Outcome.COMPLETE)
         super().on_done(remote, frame)
+
+    def withdraw(self) -> None:
+        """Have the owner leave it: it may have dropped the ASSIST, and would never answer that."""
+        if not self.done:
+            self.withdrawn = True
+            self.cancel()
 
     def shut(self, error: ClosedError) -> None:
         """Leave that to the whole: a REVOKE from another thread might precede the ASSIST."""

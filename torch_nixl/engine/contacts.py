@@ -141,6 +141,7 @@ class Contacts:
         for exposed in list(self._connection.operations.busy):
             if exposed.remote is not None and exposed.remote.name == sender:
                 exposed.on_forgotten()
+        known = self._remotes.get(sender)
         answer = wire.HelloAck(frame.nonce, secrets.token_bytes(16), self.identity)
         # Twice, if need be: the peer may have made its connection anew, and only our first answer
         # shows that the old one broke.
@@ -155,9 +156,9 @@ class Contacts:
             remote.hear(now)
             self.send(remote, answer)
             if remote.broken is None:
-                if remote.answered:  # It is not its first.
-                    for claiming in self._connection.operations.claims():
-                        claiming.claim_again(remote)
+                if remote is known:
+                    for claiming in self._connection.operations.claims(remote):
+                        claiming.claim_again()
                 return
             # What it sent before may have come with this HELLO, its BYE too.
             self._connection.rounds.poll()

@@ -147,11 +147,8 @@ class Dispatcher:
 
     def _on_claim(self, remote: Remote, frame: wire.Claim) -> None:
         operation = self._operations.offer(frame.key)
-        if operation is not None and not self._connection.closing:
+        if operation is not None:
             operation.on_claim(remote, frame)
-        elif operation is not None:
-            refusal = wire.Refuse(frame.key, frame.claim, wire.Reason.CLOSED, "")
-            self._contacts.send(remote, refusal)
         else:
             reason = self._operations.why_ended(frame.key)
             self._contacts.send(remote, wire.Refuse(frame.key, frame.claim, reason, ""))

@@ -138,10 +138,14 @@ class PassiveOperation(Operation):
         reason: wire.Reason | None
         claimant = Claimant(remote.name, frame.claim)
         with self._connection.lock:
+            if remote.lost_error is not None:
+                return  # Just now, by another thread. It is claimed again after a new contact.
             if self.grant.is_held_by(claimant):
                 return  # Said twice, around a HELLO: it has its answer, or will.
             nbytes = self.nbytes
-            if frame.direction is not self.direction:
+            if self._connection.closing:
+                reason = wire.Reason.CLOSED
+            elif frame.direction is not self.direction:
                 reason = wire.Reason.WRONG_DIRECTION
             elif self.grant.state is GrantState.OFFERED and (
                 frame.nbytes != nbytes or frame.num_memories != len(self._memories)

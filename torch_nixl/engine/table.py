@@ -170,10 +170,10 @@ class OperationTable:
         operation = self._claims.get((key, number))
         return operation if operation is not None and operation.remote is remote else None
 
-    def claims(self) -> list[ActiveOperation]:
-        """All that claim, a copy: the table changes under whoever goes through it."""
+    def claims(self, remote: Remote) -> list[ActiveOperation]:
+        """All that claim what is that remote's."""
         with self._lock:
-            return list(self._claims.values())
+            return [one for one in self._claims.values() if one.remote is remote]
 
     def by_message(self, message: bytes) -> PassiveOperation | None:
         """The operation that this message ends, by a foreign peer's rules."""
