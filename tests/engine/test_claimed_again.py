@@ -18,14 +18,15 @@ from engine.assisted import NBYTES, Two
 from torch_nixl.engine import assist, wire
 from torch_nixl.engine.active import ActiveOperation, refusal
 from torch_nixl.engine.adapter import Direction
+from torch_nixl.engine.assist import AssistedPart
 from torch_nixl.engine.connection import Connection
-from torch_nixl.engine.grants import GrantState
+from torch_nixl.engine.grants import Grant, GrantState
 from torch_nixl.engine.loopback import LoopbackFabric
 from torch_nixl.engine.memory import Memory, tensor_memory
 from torch_nixl.engine.passive import PassiveOperation
 from torch_nixl.engine.remotes import Remote
 from torch_nixl.engine.streams import StreamOrder
-from torch_nixl.errors import PeerLostError, TransferCancelled
+from torch_nixl.errors import PeerLostError, TransferCancelled, TransferError
 
 READ, WRITE = Direction.READ, Direction.WRITE
 GIVEN_UP = "given up"
@@ -135,6 +136,37 @@ def test_what_the_owner_was_asked_to_move_is_moved_by_the_claimant(
     assert torch.equal(two.source, two.target)
     two.owner.abort()
     two.claimant.abort()
+
+
+@pytest.mark.parametrize("step", ["revoke", "finish", "send"])
+def test_an_interrupt_while_it_is_withdrawn_holds_no_memory(
+    monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    monkeypatch.setattr(assist, "ASSIST_BYTES", NBYTES)
+    two = Two()
+    given_up = GivenUp(two.owner)
+    exposed, active = two.begin()
+    assert two.step(lambda: given_up.has_dropped(2))
+    given_up.over()
+    [part] = [one for one in two.claimant.operations.busy if isinstance(one, AssistedPart)]
+
+    with monkeypatch.context() as patch:
+        if step == "send":
+            patch.setattr(AssistedPart, "_send_revoke", interrupt)
+        elif step == "finish":
+            patch.setattr(AssistedPart, "_finish", interrupt)
+        else:
+            patch.setattr(Grant, "revoke", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            two.step()
+    assert two.step(lambda: exposed.released and active.released and part.released)
+    assert isinstance(active.error, TransferError)
+    two.owner.abort()
+    two.claimant.abort()
+
+
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("turns", range(8))

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING
 
 from torch_nixl.engine import path, wire
 from torch_nixl.engine.adapter import Direction, MemoryKind
-from torch_nixl.engine.grants import Claimant
+from torch_nixl.engine.grants import Claimant, GrantState
 from torch_nixl.engine.offer import MAX_BLOBS, Offer, OfferedMemory
 from torch_nixl.engine.passive import PassiveOperation
 from torch_nixl.engine.registry import RegisteredMemory, borrow
@@ -113,6 +113,13 @@ class AssistedPart(PassiveOperation):
         if not self.done:
             self.withdrawn = True
             self.cancel()
+
+    def mend(self) -> None:
+        """Send its REVOKE, too, if that was cut short: an owner that knows nothing of it waits."""
+        super().mend()
+        if not self._revoked and self.grant.state is GrantState.REVOKING:
+            assert self.remote is not None
+            self._send_revoke(self.remote)
 
     def shut(self, error: ClosedError) -> None:
         """Leave that to the whole: a REVOKE from another thread might precede the ASSIST."""

@@ -51,6 +51,7 @@ class PassiveOperation(Operation):
     __slots__ = (
         "_quarantined_until",
         "_renewed",
+        "_revoked",
         "assistance",
         "direction",
         "foreign_key",
@@ -73,6 +74,7 @@ class PassiveOperation(Operation):
         self.foreign_key = b""
         self._quarantined_until: float | None = None
         self._renewed: Settling | None = None
+        self._revoked = False
         self.grant = Grant()
         self.order: StreamOrder | None = None
         self.assistance: Operation | None = None
@@ -241,14 +243,17 @@ class PassiveOperation(Operation):
             self._revoke_again(remote)
 
     def _revoke_again(self, remote: Remote) -> None:
-        claimant = self.grant.claimant
-        assert claimant is not None
         self.remote = remote
         self._renewed = Settling()
+        self._send_revoke(remote)
+
+    def _send_revoke(self, remote: Remote) -> None:
+        claimant = self.grant.claimant
+        assert claimant is not None
         reason = self.grant.reason or wire.Reason.FAILED
-        self._connection.contacts.send(
-            remote, wire.Revoke(self.key, claimant.claim, reason, str(self._error))
-        )
+        text = str(self._error)
+        self._connection.contacts.send(remote, wire.Revoke(self.key, claimant.claim, reason, text))
+        self._revoked = True
 
     def on_forgotten(self) -> None:
         """The peer has made contact anew, after it had given this process up. Runs in the driver.
@@ -292,8 +297,6 @@ class PassiveOperation(Operation):
         elif released:
             self._let_go()
         elif claimant is not None and self.remote is not None:
-            self._connection.contacts.send(
-                self.remote, wire.Revoke(self.key, claimant.claim, reason, str(error))
-            )
+            self._send_revoke(self.remote)
             if self.assistance is not None:
                 self.assistance.cancel()
