@@ -115,7 +115,7 @@ class AssistedPart(PassiveOperation):
             self.cancel()
 
     def mend(self) -> None:
-        """Send its REVOKE, too, if that was cut short: an owner that knows nothing of it waits."""
+        """Send its REVOKE, too, if that was cut short: its owner might not answer otherwise."""
         super().mend()
         if not self._revoked and self.grant.state is GrantState.REVOKING:
             assert self.remote is not None
