@@ -46,6 +46,16 @@ def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Connection, Connectio
         connection.abort()
 
 
+@pytest.fixture
+def two(monkeypatch: pytest.MonkeyPatch) -> Iterator[Two]:
+    """An owner that is asked to move a half of all that is claimed."""
+    monkeypatch.setattr(assist, "ASSIST_BYTES", NBYTES)
+    made = Two()
+    yield made
+    made.owner.abort()
+    made.claimant.abort()
+
+
 def memory(fill: int = 0) -> Memory:
     return tensor_memory(torch.full((64,), fill, dtype=torch.uint8))
 
@@ -122,11 +132,9 @@ def test_also_if_the_claimant_has_given_the_owner_up(pair: tuple[Connection, Con
 @pytest.mark.parametrize("waits", [True, False])
 @pytest.mark.parametrize("direction", [READ, WRITE])
 def test_what_the_owner_was_asked_to_move_is_moved_by_the_claimant(
-    monkeypatch: pytest.MonkeyPatch, direction: Direction, waits: bool
+    two: Two, direction: Direction, waits: bool
 ) -> None:
     """The ASSIST has been dropped with the CLAIM, and can't be sent again: see `withdraw`."""
-    monkeypatch.setattr(assist, "ASSIST_BYTES", NBYTES)
-    two = Two()
     given_up = GivenUp(two.owner)
     exposed, active = two.begin(direction, waits=waits)
     assert two.step(lambda: given_up.has_dropped(2))
@@ -134,16 +142,12 @@ def test_what_the_owner_was_asked_to_move_is_moved_by_the_claimant(
     assert two.step(lambda: exposed.released and active.released)
     assert (active.error, exposed.error) == (None, None)
     assert torch.equal(two.source, two.target)
-    two.owner.abort()
-    two.claimant.abort()
 
 
 @pytest.mark.parametrize("step", ["revoke", "finish", "send"])
 def test_an_interrupt_while_it_is_withdrawn_holds_no_memory(
-    monkeypatch: pytest.MonkeyPatch, step: str
+    two: Two, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
-    monkeypatch.setattr(assist, "ASSIST_BYTES", NBYTES)
-    two = Two()
     given_up = GivenUp(two.owner)
     exposed, active = two.begin()
     assert two.step(lambda: given_up.has_dropped(2))
@@ -161,8 +165,6 @@ def test_an_interrupt_while_it_is_withdrawn_holds_no_memory(
             two.step()
     assert two.step(lambda: exposed.released and active.released and part.released)
     assert isinstance(active.error, TransferError)
-    two.owner.abort()
-    two.claimant.abort()
 
 
 def interrupt(*_: object) -> None:
@@ -172,19 +174,15 @@ def interrupt(*_: object) -> None:
 @pytest.mark.parametrize("turns", range(8))
 @pytest.mark.parametrize("direction", [READ, WRITE])
 def test_what_the_owner_moves_already_may_be_claimed_again(
-    monkeypatch: pytest.MonkeyPatch, direction: Direction, turns: int
+    two: Two, direction: Direction, turns: int
 ) -> None:
     """It stops, or has moved all, and the claimant moves that again."""
-    monkeypatch.setattr(assist, "ASSIST_BYTES", NBYTES)
-    two = Two()
     exposed, active = two.begin(direction)
     two.step_owner(turns)
     active.claim_again()
     assert two.step(lambda: exposed.released and active.released)
     assert (active.error, exposed.error) == (None, None)
     assert torch.equal(two.source, two.target)
-    two.owner.abort()
-    two.claimant.abort()
 
 
 def test_a_claim_made_twice_is_granted_once(pair: tuple[Connection, Connection]) -> None:
